@@ -1,0 +1,129 @@
+"""Supervised fine-tuning: next-token cross-entropy on the replies.
+
+Objective: with y the supervised tokens of an optimizer step's rows (over all micro-batches and ranks),
+    loss = - sum_t log p(y_t | everything before it) / number of y        (Ouyang et al., arXiv 2203.02155, step 1)
+
+Launch, X being where and how (ddp, zero3, fsdp2, ...) and Y what:
+    accelerate launch --config_file accelerate_configs/X.yaml recipes/sft.py --config recipes/configs/sft/Y.yaml
+
+Columns: `messages`; `prompt` and `completion`; `instruction`, `input`, `output`; or ShareGPT `conversations`.
+To change the recipe, copy this file: everything it does is in `main`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oneloop import (
+    config,
+    data,
+    evaluate,
+    export,
+    launch,
+    losses,
+    meter,
+    models,
+    optim,
+    process,
+    sharding,
+    tracking,
+)
+
+
+@dataclass(kw_only=True)
+class SFTConfig(config.RecipeConfig):
+    """What supervised fine-tuning adds to the fields of every recipe."""
+
+    assistant_only_loss: bool = True
+    """Learn only the assistant's turns of a conversation; false learns every token of it."""
+    eval_generations: int = 0
+    """Evaluation rows to answer greedily at each evaluation, compared with the reference reply letter by letter; 0 for
+    none."""
+
+
+def count_items(batch):
+    """The loss is a mean over supervised tokens."""
+    return losses.num_targets(batch["labels"])
+
+
+def compute_loss_sum(model, batch):
+    """Sum of the losses of a micro-batch's items, and sums of further metrics; labels (B, T) int64."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # (B, T, V)
+    loss_sum = losses.cross_entropy_sum(logits, batch["labels"])
+    if loss_sum.requires_grad:
+        return loss_sum, {}  # accuracy costs another pass over the logits; evaluation alone pays it
+    return loss_sum, {"token_accuracy": losses.num_correct(logits, batch["labels"])}
+
+
+def load_rows(config, accelerator, tokenizer, source, split, for_evaluation=False):
+    """Read, check and tokenise a data set; rows for evaluation keep what generation needs."""
+
+    def encode(example):
+        limits = {"max_length": config.max_length, "truncation": config.truncation}
+        if "messages" not in example:
+            row = data.chat.encode_text(tokenizer, example["prompt"], example["completion"], **limits)
+        else:
+            row = data.chat.encode_messages(
+                tokenizer,
+                example["messages"],
+                tools=example.get("tools"),
+                assistant_only_loss=config.assistant_only_loss,
+                split_special_tokens=config.split_special_tokens,
+                **limits,
+            )
+        return row | (evaluate.prompt_and_reply(tokenizer, example) if for_evaluation else {})
+
+    rows, report = data.rows.collect(source, split, encode, config.on_bad_row)
+    accelerator.print(f"data: {source}: {report}")
+    return rows
+
+
+def main(config: SFTConfig):
+    accelerator = launch.start(config)
+    tokenizer = models.load_tokenizer(config)
+    train_rows = load_rows(config, accelerator, tokenizer, config.dataset_name, config.dataset_train_split)
+    eval_rows = []
+    if config.eval_dataset_name:
+        eval_rows = load_rows(config, accelerator, tokenizer, config.eval_dataset_name, config.dataset_test_split, True)
+    model = models.load_model(config, accelerator, tokenizer)
+    optimizer = optim.build(config, model)
+    model, optimizer, topology = launch.prepare(accelerator, config, model, optimizer)
+    loader = data.loaders.TrainLoader(train_rows, accelerator, config, tokenizer.pad_token_id)
+    eval_loader = data.loaders.EvalLoader(eval_rows, accelerator, config, tokenizer.pad_token_id)
+    progress = loader.progress_from_start(config)
+    tracker = tracking.start(accelerator, config, topology)
+    window = meter.Meter(accelerator, model)
+
+    def run_evaluation():
+        metrics = evaluate.evaluate(accelerator, model, eval_loader, count_items, compute_loss_sum)
+        if config.eval_generations:
+            metrics |= evaluate.exact_match(accelerator, model, tokenizer, eval_rows[: config.eval_generations], 16)
+        tracker.log(metrics, progress.step)
+
+    if eval_rows:
+        run_evaluation()
+    # --- training loop: the same text in every recipe (a test compares them); copy the file to change it ---
+    for micro_batches in loader.steps(progress):  # all micro-batches of one optimizer step
+        lr = optim.set_lr(optimizer, config, progress)  # before backward: DeepSpeed steps inside it
+        num_items = scaling.count_items(accelerator, count_items, micro_batches)
+        for batch in micro_batches:
+            with accelerator.accumulate(model):
+                loss_sum, metrics = compute_loss_sum(model, batch)
+                accelerator.backward(loss_sum * scaling.mean_scale(accelerator, num_items))
+                grad_norm = sharding.clip_grad_norm(accelerator, model, config.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            window.add(batch, loss_sum, count_items(batch), metrics)
+        window.step(grad_norm)
+        loader.advance(progress)
+        if progress.due(config.logging_steps):
+            tracker.log(window.read(lr), progress.step)
+        if eval_rows and progress.due(config.eval_steps):
+            run_evaluation()
+    # --- end of training loop ---
+    export.save(accelerator, model, tokenizer, config)
+    launch.finish(accelerator, tracker)
+
+
+if __name__ == "__main__":
+    process.run(main, SFTConfig)

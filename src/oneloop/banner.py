@@ -1,0 +1,39 @@
+"""The arithmetic of a run, printed once by the first rank: what was obtained, and what a step consists of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from oneloop import sharding
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+    from oneloop.config import RecipeConfig
+
+
+def text(
+    accelerator: Accelerator, config: RecipeConfig, model: torch.nn.Module, got: sharding.Obtained, source: str
+) -> str:
+    """Several lines of `key  value`, for people and for `grep`."""
+    module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    total = sum(sharding.num_elements(p) for p in module.parameters())
+    trainable = sum(sharding.num_elements(p) for p in module.parameters() if p.requires_grad)
+    accumulation = accelerator.gradient_accumulation_steps
+    reduce = (
+        "fp32" if config.reduce_dtype == "fp32" or got.precision == "no" else f"{got.precision} (cheaper, asked for)"
+    )
+    rows = {
+        "strategy": f"{got.strategy}  ({source})",
+        "ranks": f"{got.world_size} on {got.device}",
+        "offload": got.offload,
+        "precision": f"{got.precision} compute, fp32 weights in training, gradients reduced in {reduce}",
+        "wrapped": ", ".join(f"{name} x{count}" for name, count in sorted(got.wrapped.items())),
+        "shares": f"{got.parameter_fraction:.3f} of the parameters and {got.optimizer_fraction:.3f} of the optimizer "
+        "state on this rank",
+        "batch": f"{config.per_device_batch_size} micro x {accumulation} accumulation x {got.world_size} ranks = "
+        f"{config.global_batch_size} sequences, at most {config.global_batch_size * config.max_length} tokens a step",
+        "parameters": f"{trainable:,} trainable of {total:,} ({trainable / total:.2%})",
+    }
+    return "\n".join(["--- run ---", *(f"{key:<11}{value}" for key, value in rows.items()), "-----------"])

@@ -1,0 +1,286 @@
+"""What a run is asked to do: one flat dataclass a recipe, composed by inheritance from one dataclass a concern.
+
+The sentence beneath a field is its help text. Every field is a flag and a key of the config file under the same name;
+`arguments.py` reads both. Values that cannot be meant, and settings that would have no effect, are refused when a
+config is built.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from oneloop import arguments
+from oneloop.arguments import parse, relaunch_with_config_file
+
+__all__ = [
+    "DataConfig",
+    "LoraFields",
+    "ModelConfig",
+    "RecipeConfig",
+    "RunConfig",
+    "TrainConfig",
+    "check",
+    "is_adapter_folder",
+    "num_flags",
+    "parse",
+    "relaunch_with_config_file",
+    "save_yaml",
+    "to_dict",
+]
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which model is trained and how its forward pass runs."""
+
+    model_name_or_path: str
+    """Model to train: hub id, local folder, or a LoRA adapter folder, whose training then continues."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a hub model; None takes the hub's default branch."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Command line only: a config file passed around must not be able to
+    switch it on."""
+    attn_implementation: str | None = None
+    """Attention kernel as transformers names it (eager, sdpa, flash_attention_2, ...); None lets transformers
+    choose."""
+    chat_template: str | None = None
+    """Path of a jinja chat template that replaces the tokenizer's own; None keeps that one."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, roughly a third more compute, the same numbers."""
+    torch_compile: bool = False
+    """Compile the model with torch.compile: a slow first step, faster ones after it."""
+
+
+@dataclass(kw_only=True)
+class LoraFields:
+    """Low-rank adapters; everything here needs use_peft."""
+
+    use_peft: bool = False
+    """Train LoRA adapters instead of all weights."""
+    lora_r: int = 16
+    """Rank of the adapters."""
+    lora_alpha: int = 32
+    """Adapter scale: the update is multiplied by lora_alpha / lora_r (by lora_alpha / sqrt(lora_r) with use_rslora)."""
+    lora_dropout: float = 0.0
+    """Dropout probability on the adapters' input."""
+    lora_target_modules: list[str] | None = None
+    """Names of the layers that get adapters; None takes all linear layers but the head."""
+    lora_modules_to_save: list[str] | None = None
+    """Names of modules trained in full and saved beside the adapters (for example embed_tokens lm_head); None for
+    none."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling of the adapters."""
+    use_dora: bool = False
+    """Weight-decomposed adapters (DoRA)."""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Which rows are trained on and evaluated."""
+
+    dataset_name: str
+    """Training data: file, folder or hub id."""
+    dataset_train_split: str = "train"
+    """Split trained on, where the data set has splits."""
+    eval_dataset_name: str | None = None
+    """Evaluation data: file, folder or hub id; None evaluates on nothing."""
+    dataset_test_split: str = "test"
+    """Split evaluated, where the evaluation data has splits."""
+    max_length: int = 1024
+    """Longest sequence in tokens."""
+    truncation: Literal["truncate", "drop"] = "truncate"
+    """What happens to a row longer than max_length: cut it, or leave it out. Both are counted and reported."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What happens at a row that cannot be used: stop with its place, or skip and count it."""
+    split_special_tokens: bool = True
+    """Read control-token text inside the data as plain text. False lets data insert real control tokens."""
+    shuffle: bool = True
+    """Shuffle the rows anew each epoch; false keeps the file's order."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The optimisation, independent of hardware and strategy."""
+
+    global_batch_size: int = 32
+    """Sequences per optimizer step over all devices; accumulation is derived from it."""
+    per_device_batch_size: int = 1
+    """Sequences per forward pass on one device: memory and speed only, never the result."""
+    learning_rate: float = 2e-5
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
+    """Shape of the learning rate after warm-up; warmup_stable_decay falls to 0 over the last 10 % of the steps."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up; 0 for none. Not together with warmup_ratio."""
+    warmup_ratio: float = 0.0
+    """Warm-up as a share of all optimizer steps, rounded up; 0 for none."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    adam_betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's decay rates of the first and the second moment."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0 does not clip. The norm is logged either way."""
+    max_steps: int = -1
+    """Optimizer steps to train; -1 trains num_train_epochs. When given it wins over num_train_epochs."""
+    num_train_epochs: float = 1.0
+    """Passes over the training data, fractions allowed; used when max_steps is -1."""
+    seed: int = 42
+    """Seed of sample order, dropout and new weights."""
+    reduce_dtype: Literal["fp32", "compute"] = "fp32"
+    """Precision in which gradients are summed over devices: fp32, or the compute precision (half the traffic, other
+    numbers)."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Where results go and how often something is reported."""
+
+    output_dir: str
+    """Folder of everything the run writes."""
+    logging_steps: int = 10
+    """Optimizer steps between logged lines."""
+    eval_steps: int = -1
+    """Optimizer steps between evaluations; -1 evaluates only before the first step and at the end."""
+    report_to: Literal["wandb", "tensorboard", "trackio", "none"] | None = None
+    """Experiment tracker beside metrics.jsonl, which is always written; None takes wandb when it is installed."""
+    export_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Number format of the exported weights; auto keeps the loaded model's."""
+    merge_adapter: bool = False
+    """Export the model with its adapters merged in, instead of the adapters alone."""
+
+
+@dataclass(kw_only=True)
+class RecipeConfig(RunConfig, TrainConfig, DataConfig, LoraFields, ModelConfig):
+    """What every recipe's own config inherits."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, os.PathLike) or (isinstance(value, str) and (value == "~" or value.startswith("~/"))):
+                setattr(self, field.name, os.path.expanduser(os.fspath(value)))
+        check(self)
+
+
+# --- checks on values -------------------------------------------------------------------------------------------------
+
+_AT_LEAST = {  # field: smallest value that means something
+    **dict.fromkeys(
+        ("lora_r", "lora_alpha", "max_length", "global_batch_size", "per_device_batch_size", "logging_steps"), 1
+    ),
+    **dict.fromkeys(("warmup_steps", "seed", "weight_decay", "max_grad_norm"), 0),
+}
+_FRACTIONS = ("lora_dropout", "adam_betas")  # each value: 0 <= value < 1
+_MEANING_OF_MINUS_ONE = {  # field that is -1 or at least 1: what -1 does
+    "max_steps": "train num_train_epochs",
+    "eval_steps": "only before the first step and at the end",
+}
+_PEFT_NAMES = {  # our field: PEFT's name in adapter_config.json
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+
+
+def is_adapter_folder(path: str) -> bool:
+    """Whether `path` is a local folder that PEFT saved an adapter to."""
+    return os.path.isfile(os.path.join(os.path.expanduser(path), "adapter_config.json"))
+
+
+def check(config: RecipeConfig) -> None:
+    """Refuse values that cannot be meant, and settings that would have no effect.
+
+    Raises ValueError naming field, value and remedy. Run by the constructor, so no config exists unchecked.
+    """
+    values = to_dict(config)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}: give a finite number")
+    for name in ("model_name_or_path", "dataset_name", "output_dir"):
+        if not values[name]:
+            raise ValueError(f"{name} is empty: give a name or a path")
+    for name, smallest in _AT_LEAST.items():
+        if values[name] < smallest:
+            raise ValueError(f"{name} is {values[name]}: give {smallest} or more")
+    if len(config.adam_betas) != 2:
+        raise ValueError(f"adam_betas is {config.adam_betas}: give two numbers, as in [0.9, 0.999]")
+    for name in _FRACTIONS:
+        numbers = values[name] if isinstance(values[name], list) else [values[name]]
+        if not all(0 <= number < 1 for number in numbers):
+            raise ValueError(f"{name} is {values[name]}: give numbers from 0 up to, but not including, 1")
+    for name, meaning in _MEANING_OF_MINUS_ONE.items():
+        if values[name] != -1 and values[name] < 1:
+            raise ValueError(f"{name} is {values[name]}: give 1 or more, or -1 ({meaning})")
+    for name in ("learning_rate", "num_train_epochs"):
+        if values[name] <= 0:
+            raise ValueError(f"{name} is {values[name]}, which trains nothing: give a number above 0")
+    if not 0 <= config.warmup_ratio <= 1:
+        raise ValueError(f"warmup_ratio is {config.warmup_ratio}: give a share from 0 to 1, or use warmup_steps")
+    if config.warmup_steps and config.warmup_ratio:
+        raise ValueError(
+            f"warmup_steps is {config.warmup_steps} and warmup_ratio is {config.warmup_ratio}: only one can count, "
+            f"set the other to 0"
+        )
+    if config.global_batch_size < config.per_device_batch_size:
+        raise ValueError(
+            f"global_batch_size is {config.global_batch_size}, smaller than per_device_batch_size "
+            f"{config.per_device_batch_size}: raise global_batch_size or lower per_device_batch_size"
+        )
+    _check_adapter(config, values)
+
+
+def _check_adapter(config: RecipeConfig, values: dict) -> None:
+    """An adapter setting counts with use_peft; an adapter folder brings its own, which a setting may repeat but not
+    contradict."""
+    asked = {f.name: values[f.name] for f in dataclasses.fields(LoraFields) if values[f.name] != f.default}
+    asked.pop("use_peft", None)
+    if is_adapter_folder(config.model_name_or_path):
+        path = os.path.join(os.path.expanduser(config.model_name_or_path), "adapter_config.json")
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+        for name, value in asked.items():
+            own = saved.get(_PEFT_NAMES[name])
+            same = set(own or ()) == set(value) if isinstance(value, list) else own == value
+            if not same:
+                raise ValueError(
+                    f"{name} is {value} but has no effect: training continues the adapter in "
+                    f"{config.model_name_or_path}, which has {own}. Leave {name} out, or name the "
+                    f"base model to start a new adapter"
+                )
+        return
+    if config.use_peft:
+        return
+    for name, value in asked.items():
+        raise ValueError(
+            f"{name} is {value} but has no effect while use_peft is false: set use_peft to true, or leave {name} out"
+        )
+    if config.merge_adapter:
+        raise ValueError(
+            "merge_adapter is true but has no effect while use_peft is false: set use_peft "
+            "to true, leave merge_adapter out, or let model_name_or_path name an adapter folder"
+        )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def num_flags(cls: type) -> int:
+    """Number of flags a user of this config has to know."""
+    return len(dataclasses.fields(cls))
+
+
+def to_dict(config) -> dict:
+    """The config as plain values, in the order of its fields."""
+    return dataclasses.asdict(config)
+
+
+def save_yaml(config, path: str | os.PathLike) -> None:
+    """Write the config as a file that `--config` accepts and that gives the same config again."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(arguments.to_yaml(to_dict(config)))

@@ -1,0 +1,125 @@
+"""Batches on the device: all micro-batches of an optimizer step at once, so that the step's item count is known before
+its first backward pass.
+
+Nothing here is handed to `accelerator.prepare`: a prepared loader repeats rows to even out the ranks, and keeps a
+position of its own that differs with the world size (accelerate 1.15, `data_loader.py`, `BatchSamplerShard`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from oneloop import schedule
+from oneloop.data import sampling
+from oneloop.losses import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from oneloop.config import RecipeConfig
+
+Batch = dict[str, torch.Tensor]
+
+
+def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
+    """Pad rows on the right to the longest of them.
+
+    rows: dicts with `input_ids` and `labels`, equally long lists of int. Returns `input_ids`, `attention_mask` and
+    `labels`, each (B, T) int64. Padding is known by length, never by token id: an end-of-turn token that doubles as
+    the padding token keeps its label. No rows give one row of one token without label, so that a rank without data
+    still runs the same forward and backward passes as the others.
+    """
+    if not rows:
+        rows = [{"input_ids": [pad_token_id], "labels": [IGNORE_INDEX]}]
+    shape = (len(rows), max(len(row["input_ids"]) for row in rows))
+    batch = {
+        "input_ids": torch.full(shape, pad_token_id),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+        "labels": torch.full(shape, IGNORE_INDEX),
+    }
+    for i, row in enumerate(rows):
+        length = len(row["input_ids"])
+        batch["input_ids"][i, :length] = torch.tensor(row["input_ids"])
+        batch["attention_mask"][i, :length] = 1
+        batch["labels"][i, :length] = torch.tensor(row["labels"])
+    return batch
+
+
+class TrainLoader:
+    """Yields the micro-batches of one optimizer step after the other; where to start is the caller's `Progress`."""
+
+    def __init__(self, rows: list[dict], accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
+        self.rows = rows
+        self.global_batch_size = config.global_batch_size
+        self.seed, self.shuffle = config.seed, config.shuffle
+        self.layout = {
+            "rank": accelerator.process_index,
+            "world_size": accelerator.num_processes,
+            "per_device_batch_size": config.per_device_batch_size,
+            "accumulation_steps": accelerator.gradient_accumulation_steps,
+        }
+        self.device = accelerator.device
+        self.shows = accelerator.is_main_process
+        self.pad_token_id = pad_token_id
+        self.last_row_ids: list[int] = []
+        """Row numbers (into `rows`) of the newest step over all ranks; for tests, logs and fault reports."""
+
+    def progress_from_start(self, config: RecipeConfig) -> sampling.Progress:
+        """The beginning of a run over these rows, with its length."""
+        per_epoch = schedule.steps_per_epoch(len(self.rows), self.global_batch_size)
+        return sampling.Progress(total_steps=schedule.total_steps(config.max_steps, config.num_train_epochs, per_epoch))
+
+    def steps(self, progress: sampling.Progress) -> Iterator[list[Batch]]:
+        """From `progress` on until its `total_steps`: the list of this rank's micro-batches of each step.
+
+        The caller moves on with `advance`, so that `progress.step` says how many steps are *done* wherever it is read.
+        """
+        order_epoch, order = -1, np.empty(0)
+        # None: shown on a terminal only; a log file gets the tracker's lines.
+        bar = tqdm(total=progress.total_steps, initial=progress.step, unit="step", disable=None if self.shows else True)
+        while progress.step < progress.total_steps:
+            if order_epoch != progress.epoch:
+                order_epoch = progress.epoch
+                order = sampling.epoch_order(len(self.rows), self.seed, order_epoch, self.shuffle)
+            step_rows = order[progress.position : progress.position + self.global_batch_size]
+            self.last_row_ids = step_rows.tolist()
+            step = progress.step
+            yield [self._batch(rows) for rows in sampling.micro_batch_rows(step_rows, **self.layout)]
+            assert progress.step == step + 1, "the loop did not call loader.advance(progress) once"
+            bar.update()
+        bar.close()
+
+    def advance(self, progress: sampling.Progress) -> None:
+        """Count the step whose micro-batches were yielded last as done."""
+        progress.advance(len(self.last_row_ids), len(self.rows))
+
+    def _batch(self, row_numbers: np.ndarray) -> Batch:
+        return to_device(collate([self.rows[i] for i in row_numbers], self.pad_token_id), self.device)
+
+
+class EvalLoader:
+    """One pass over all rows in order; every rank gets equally many batches, the last of them perhaps without rows."""
+
+    def __init__(self, rows: list[dict], accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
+        self.rows = rows
+        self.layout = {
+            "rank": accelerator.process_index,
+            "world_size": accelerator.num_processes,
+            "per_device_batch_size": config.per_device_batch_size,
+        }
+        self.device = accelerator.device
+        self.pad_token_id = pad_token_id
+
+    def __iter__(self) -> Iterator[Batch]:
+        for row_numbers in sampling.even_batches(len(self.rows), **self.layout):
+            yield to_device(collate([self.rows[i] for i in row_numbers], self.pad_token_id), self.device)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch. The tensors are small integers, so pinning them would cost more than it hides."""
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

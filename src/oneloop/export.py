@@ -1,0 +1,178 @@
+"""A finished model as a folder that plain transformers or peft loads, checked against the live parameters.
+
+Under every strategy the same files come out: safetensors of whole tensors under their plain names, written by one
+process into a temporary folder and renamed, never an empty placeholder or one rank's slice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from oneloop import models, sharding
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from oneloop.config import RecipeConfig
+
+
+def save(accelerator: Accelerator, model: torch.nn.Module, tokenizer, config: RecipeConfig) -> Path:
+    """Write `output_dir/model` (weights or adapter, config, tokenizer) and, for `merge_adapter`, `output_dir/merged`.
+
+    Collective. Weights go first, so that nothing a config file says can lose them. Then every tensor of the file is
+    compared with the live one, and every rank learns the outcome. Returns the folder; raises RuntimeError on a
+    difference (the folder is then left under its temporary name).
+    """
+    target = Path(config.output_dir).expanduser() / "model"
+    temporary = target.with_name("model.tmp")
+    module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    is_adapter = hasattr(module, "peft_config")
+    wanted = _tensor_names(module, is_adapter)
+    dtype = _export_dtype(config, is_adapter)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in sharding.full_tensors(accelerator, model):
+        if accelerator.is_main_process and name in wanted:
+            tensors[wanted[name]] = _as_exported(tensor, dtype)
+    error = ""
+    if accelerator.is_main_process:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            _write(module, tensors, temporary, dtype, is_adapter)
+            tokenizer.save_pretrained(temporary)
+        except (OSError, ValueError, RuntimeError) as failure:
+            error = f"could not write {temporary}: {failure}"
+    tensors.clear()
+    error = error or _differences(accelerator, model, temporary, wanted, dtype)
+    _raise_together(accelerator, error)
+    if accelerator.is_main_process:
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(temporary, target)
+        print(f"exported: {target} ({'adapter' if is_adapter else 'model'}, {dtype}, {len(wanted)} tensors verified)")
+    if config.merge_adapter:
+        _merge(accelerator, target, config)
+    accelerator.wait_for_everyone()
+    return target
+
+
+def _tensor_names(module: torch.nn.Module, is_adapter: bool) -> dict[str, str]:
+    """Name in the live model -> name in the file."""
+    live = {sharding.plain_name(name): name for name, _ in module.named_parameters()}
+    if not is_adapter:
+        saved = {sharding.plain_name(name) for name in module.state_dict()}
+        buffers = {sharding.plain_name(name) for name, _ in module.named_buffers()} & saved
+        return {name: name for name in [*live, *sorted(buffers)]}
+    from peft import get_peft_model_state_dict
+
+    # peft decides which tensors belong to the adapter and what they are called; it is asked with names as values.
+    keys = {name: name for name in live}
+    placeholders = {name: _Named(name) for name in keys}
+    chosen = get_peft_model_state_dict(module, state_dict=placeholders, save_embedding_layers=False)
+    return {value.name: key for key, value in chosen.items()}
+
+
+class _Named:
+    """A stand-in for a tensor that remembers whose it is."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+def _export_dtype(config: RecipeConfig, is_adapter: bool) -> torch.dtype:
+    if config.export_dtype != "auto":
+        return models.DTYPES[config.export_dtype]
+    # Adapters are small and often continued or merged, so they keep what training holds.
+    return torch.float32 if is_adapter else models.start_dtype(config)
+
+
+def _as_exported(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
+
+
+def _write(module, tensors: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype, is_adapter: bool) -> None:
+    if is_adapter:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        module.peft_config["default"].save_pretrained(folder)
+        return
+    before = module.config.dtype, module.config.use_cache
+    module.config.dtype, module.config.use_cache = dtype, True
+    try:
+        module.save_pretrained(folder, state_dict=tensors)
+    finally:
+        module.config.dtype, module.config.use_cache = before
+
+
+def _differences(accelerator, model, folder: Path, wanted: dict[str, str], dtype: torch.dtype) -> str:
+    """Read the files back and compare them with the parameters as they are now; empty when all are equal."""
+    from safetensors import safe_open
+
+    problems: list[str] = []
+    where: dict[str, Path] = {}
+    if accelerator.is_main_process:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                where |= {key: path for key in file.keys()}  # noqa: SIM118 - safe_open is not a mapping
+        problems = [f"{name} is missing" for name in set(wanted.values()) - set(where)]
+        problems += [f"{name} does not belong there" for name in set(where) - set(wanted.values())]
+    for name, tensor in sharding.full_tensors(accelerator, model):
+        key = wanted.get(name)
+        if key in where:
+            with safe_open(where[key], "pt") as file:
+                written = file.get_tensor(key)
+            live = _as_exported(tensor, dtype)
+            if written.shape != live.shape or written.dtype != live.dtype or not torch.equal(written, live):
+                problems.append(f"{key}: file has {tuple(written.shape)} {written.dtype}, live is {tuple(live.shape)}")
+            elif live.is_floating_point() and not bool(torch.isfinite(live).all()):
+                problems.append(f"{key} holds values that are not finite")
+    return f"{folder} differs from the model: " + "; ".join(problems[:5]) if problems else ""
+
+
+def _raise_together(accelerator: Accelerator, error: str) -> None:
+    from accelerate.utils import broadcast_object_list
+
+    message = [error]
+    broadcast_object_list(message, from_process=0)
+    if message[0]:
+        raise RuntimeError(f"export: {message[0]}")
+
+
+def _merge(accelerator: Accelerator, adapter: Path, config: RecipeConfig) -> None:
+    """Fold the exported adapter into its base model, in fp32, on the host of the first rank."""
+    error = ""
+    if accelerator.is_main_process:
+        try:
+            with sharding.plain_loading():
+                _merge_plain(adapter, config)
+        except (OSError, ValueError, RuntimeError) as failure:
+            error = f"could not merge {adapter}: {failure}"
+    _raise_together(accelerator, error)
+
+
+def _merge_plain(adapter: Path, config: RecipeConfig) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, trust_remote_code=config.trust_remote_code, revision=config.model_revision or "main"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    models.align_for_generation(model, tokenizer)
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    dtype = models.DTYPES[config.export_dtype] if config.export_dtype != "auto" else models.start_dtype(config)
+    merged.to(dtype)
+    target, temporary = adapter.with_name("merged"), adapter.with_name("merged.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    merged.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(temporary, target)
+    print(f"exported: {target} (merged model, {dtype})")

@@ -1,0 +1,99 @@
+"""Training metrics over a logging interval: sums stay on the device, one collective when they are read.
+
+Nothing here waits for the device on a step that does not log.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.utils import gather_object
+
+from oneloop import flops, sharding
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Meter:
+    """Collects sums micro-batch by micro-batch; `read` makes global metrics of them and starts a new interval."""
+
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module):
+        self.accelerator = accelerator
+        self.flops = flops.Counter.of(accelerator.unwrap_model(model, keep_torch_compile=False), sharding.num_elements)
+        self.peak_flops = flops.peak_per_second(accelerator.device, sharding.compute_dtype(accelerator))
+        self.tokens_seen = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.parts: dict[str, list[torch.Tensor]] = {}
+        self.slots = 0
+        self.num_steps = 0
+        self.grad_norm: torch.Tensor | float | None = None
+        self.started = time.perf_counter()
+
+    def add(
+        self, batch: dict, loss_sum: torch.Tensor, num_items: torch.Tensor, metrics: dict[str, torch.Tensor]
+    ) -> None:
+        """Count one micro-batch of this rank.
+
+        loss_sum, num_items: scalars of this micro-batch; metrics: name -> scalar sum over the micro-batch's items,
+        reported as a mean over items.
+        """
+        mask = batch["attention_mask"]
+        values = {"loss": loss_sum.detach(), "items": num_items, "tokens": mask.sum(), **metrics}
+        values["squared_lengths"] = mask.sum(1).square().sum()
+        self.slots += mask.numel()
+        for name, value in values.items():
+            self.parts.setdefault(name, []).append(value)
+
+    def step(self, grad_norm: torch.Tensor | float | None) -> None:
+        """Count one optimizer step."""
+        self.num_steps += 1
+        self.grad_norm = grad_norm
+
+    def read(self, lr: float) -> dict[str, float]:
+        """Global metrics of the interval since the last call, by one collective over all ranks.
+
+        `train/loss` is the mean over all items of all ranks, micro-batches and steps of the interval;
+        `train/grad_norm` the norm before clipping at the newest step. Synchronises with the device.
+        """
+        mine = {name: torch.stack(values).cpu().double().sum().item() for name, values in self.parts.items()}
+        mine |= {"slots": self.slots, "peak_memory": peak_memory_bytes(self.accelerator.device)}
+        # Python numbers: not every device has float64, and fp32 would round sums of whole intervals.
+        everyone = gather_object([mine])
+        seconds = time.perf_counter() - self.started  # after the gather: the device has finished the interval
+        peak_memory = max(one.pop("peak_memory") for one in everyone)
+        total = {name: sum(one[name] for one in everyone) for name in everyone[0]}
+        items, tokens = max(total.pop("items"), 1.0), total.pop("tokens")
+        self.tokens_seen += int(tokens)
+        result = {
+            "train/loss": total.pop("loss") / items,
+            "train/grad_norm": float(self.grad_norm) if self.grad_norm is not None else float("nan"),
+            "train/lr": lr,
+            "train/tokens_per_second": tokens / seconds,
+            "train/non_padding_share": tokens / total.pop("slots"),
+            "train/tokens_seen": float(self.tokens_seen),
+            "train/step_seconds": seconds / max(self.num_steps, 1),
+            "train/peak_memory_gib": peak_memory / 2**30,
+        }
+        squared_lengths = total.pop("squared_lengths")
+        if self.peak_flops is not None:
+            done = self.flops.training(tokens, squared_lengths)
+            result["train/mfu"] = done / seconds / (self.peak_flops * self.accelerator.num_processes)
+        result |= {f"train/{name}": value / items for name, value in total.items()}
+        self._start()
+        return result
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Highest memory use of this process so far in bytes: the device's allocator, or the resident set on CPU."""
+    if device.type != "cpu" and torch.accelerator.is_available():
+        return torch.accelerator.max_memory_allocated(device)
+    import resource
+    import sys
+
+    # Kilobytes on Linux, bytes on macOS (getrusage(2) of each).
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

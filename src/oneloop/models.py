@@ -1,0 +1,178 @@
+"""Tokenizer and model from a hub id or folder, in the dtypes that the precision contract asks for, with adapters.
+
+The contract, the same under every strategy: what is trained is fp32 whatever the checkpoint's dtype (transformers 5
+loads a bf16 checkpoint as bf16, and plain data parallelism would then train in pure bf16); what is frozen is held in
+the dtype it computes in.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from oneloop import sharding
+from oneloop.data import chat
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from oneloop.config import RecipeConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def base_model_name(config: RecipeConfig) -> tuple[str, str | None]:
+    """Split `model_name_or_path` into (base model, adapter folder or None).
+
+    Raises ValueError for an adapter folder that does not name its base model.
+    """
+    adapter_config = Path(config.model_name_or_path).expanduser() / "adapter_config.json"
+    if not adapter_config.is_file():
+        return config.model_name_or_path, None
+    base = json.loads(adapter_config.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{adapter_config} names no base_model_name_or_path; write the base model's id or folder there."
+        )
+    return base, config.model_name_or_path
+
+
+def load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer with a chat template (from `chat_template` if given), a padding token, and as eos the token that
+    the template ends an assistant turn with: what the model is taught to stop at is what generation must stop at."""
+    from transformers import AutoTokenizer
+
+    name, adapter = base_model_name(config)
+    source = adapter if adapter and (Path(adapter) / "tokenizer_config.json").is_file() else name
+    tokenizer = _from_pretrained(AutoTokenizer, source, config)
+    chat.load_template(tokenizer, config.chat_template)
+    end_of_turn = chat.end_of_turn_token(tokenizer) if tokenizer.chat_template else None
+    if end_of_turn is not None and end_of_turn != tokenizer.eos_token:
+        print(f"tokenizer: eos {tokenizer.eos_token!r} -> {end_of_turn!r}, the end of a turn in the chat template")
+        tokenizer.eos_token = end_of_turn
+    if tokenizer.eos_token is None:
+        raise ValueError(f"The tokenizer of {source!r} has no eos token; set one in its tokenizer_config.json.")
+    if tokenizer.pad_token is None:
+        # Labels are masked by length, so sharing the id costs nothing.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    config: RecipeConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel | torch.nn.Module:
+    """The model to train, not yet wrapped: a `PreTrainedModel`, or a `PeftModel` around one when adapters are trained.
+
+    Trainable parameters are fp32 except where the strategy keeps its fp32 masters apart (`sharding.adapter_dtype`).
+
+    Raises ValueError for a checkpoint that cannot be found or loaded, or adapter settings that do not fit the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name, adapter = base_model_name(config)
+    trains_adapter = config.use_peft or adapter is not None
+    compute_dtype = sharding.compute_dtype(accelerator)
+    model = _from_pretrained(
+        AutoModelForCausalLM,
+        name,
+        config,
+        dtype=compute_dtype if trains_adapter else torch.float32,
+        attn_implementation=config.attn_implementation,
+    )
+    model.config.use_cache = False  # of no use in training, and it would make attention ignore packing later
+    align_for_generation(model, tokenizer)
+    if trains_adapter:
+        model = _with_adapter(config, accelerator, model, adapter)
+    if config.gradient_checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": sharding.needs_reentrant_checkpointing(accelerator, trains_adapter)}
+        )
+    model.train()  # from_pretrained leaves evaluation mode on
+    return model
+
+
+def start_dtype(config: RecipeConfig) -> torch.dtype:
+    """The dtype that the checkpoint itself is stored in, which `export_dtype: auto` writes again."""
+    from transformers import AutoConfig
+
+    dtype = _from_pretrained(AutoConfig, base_model_name(config)[0], config).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _from_pretrained(auto_class, name: str, config: RecipeConfig, **kwargs):
+    try:
+        return auto_class.from_pretrained(
+            Path(name).expanduser() if Path(name).expanduser().exists() else name,
+            revision=config.model_revision or "main",
+            trust_remote_code=config.trust_remote_code,
+            **kwargs,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_name_or_path: cannot load {name!r} ({auto_class.__name__}): {error}") from error
+
+
+def _with_adapter(config: RecipeConfig, accelerator: Accelerator, model, adapter: str | None):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    # peft draws the adapter from the global generator; every strategy must start from the same values, however
+    # many numbers the loading of the base model has used before.
+    torch.manual_seed(config.seed)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    else:
+        lora = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules or "all-linear",
+            modules_to_save=config.lora_modules_to_save,
+            use_rslora=config.use_rslora,
+            use_dora=config.use_dora,
+        )
+        try:
+            model = get_peft_model(model, lora)
+        except ValueError as error:
+            raise ValueError(f"lora_target_modules / lora_modules_to_save do not fit the model: {error}") from error
+    compute_dtype, adapter_dtype = sharding.compute_dtype(accelerator), sharding.adapter_dtype(accelerator)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if adapter is None:
+                # Some strategies see the fresh values only after rounding to 16 bits; round them under all of them.
+                parameter.data = parameter.data.to(compute_dtype)
+            parameter.data = parameter.data.to(adapter_dtype)
+    return model
+
+
+def align_for_generation(model, tokenizer) -> None:
+    """Make config and generation config stop and pad as the tokenizer does (further eos ids of the checkpoint stay),
+    and savable."""
+    known = model.generation_config.eos_token_id
+    known = known if isinstance(known, list) else [known] if known is not None else []
+    eos = [tokenizer.eos_token_id] + [token for token in known if token != tokenizer.eos_token_id]
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = eos if len(eos) > 1 else eos[0]
+    _repair_generation_config(model)
+
+
+def _repair_generation_config(model) -> None:
+    """Drop sampling values from a checkpoint that decodes greedily: transformers loads such a file but refuses to
+    save it, which would lose the run at its very end. Greedy decoding never read them."""
+    generation_config = model.generation_config
+    if generation_config.do_sample:
+        return
+    defaults = type(generation_config)()
+    dropped = {}
+    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
+        value = getattr(generation_config, name, None)
+        if value != getattr(defaults, name, None):
+            dropped[name] = value
+            setattr(generation_config, name, getattr(defaults, name, None))
+    if dropped:
+        print(f"generation_config: greedy (do_sample is not set), so these values are dropped: {dropped}")

@@ -1,0 +1,73 @@
+"""Starts `accelerate launch` with a shipped config under a timeout, and reads what a run left on disk."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 420
+
+
+def environment() -> dict[str, str]:
+    """The environment of a test launch: no hub, no tracker login, no leftovers of an outer launch."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "WANDB_"))}
+    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    kept.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+    return kept | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def launch(config: str, num_processes: int, script: Path, *arguments: str, check: bool = True, extra=(), **env: str):
+    """Run `script` as `num_processes` ranks under `accelerate_configs/<config>.yaml` (or the path `config`).
+
+    Raises AssertionError with the output of all ranks when it fails (unless `check` is off) or runs out of time.
+    """
+    path = config if config.endswith(".yaml") else str(ROOT / "accelerate_configs" / f"{config}.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path]
+    command += ["--num_processes", str(num_processes), "--main_process_port", "0", *extra, str(script), *arguments]
+    try:
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment() | env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout
+        raise AssertionError(f"{config} x {num_processes}: nothing after {TIMEOUT_SECONDS} s\n{output}") from None
+    if check:
+        assert result.returncode == 0, f"{config} x {num_processes}: exit {result.returncode}\n{result.stdout[-20000:]}"
+    return result
+
+
+def run_cases(config: str, num_processes: int, cases: list[dict], folder: Path) -> str:
+    """Train `cases` (name, recipe, mixed_precision, config) in one launch; returns the output of the ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    return launch(config, num_processes, Path(__file__).with_name("scenario.py"), str(path)).stdout
+
+
+def read_metrics(output_dir: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(metrics: list[dict], name: str) -> list[float]:
+    """One metric over the steps that have it."""
+    return [line[name] for line in metrics if name in line]
+
+
+def read_tensors(folder: Path) -> dict:
+    """All tensors of an exported folder."""
+    from safetensors.torch import load_file
+
+    tensors = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors

@@ -1,0 +1,219 @@
+"""Every shipped config, full and LoRA, on one rank and two, against a trajectory that knows nothing of any of them.
+
+Set ONELOOP_WRITE_DOCS=1 to write the measured differences to docs/equivalence.md.
+"""
+
+import functools
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.equivalence import launcher, oracle
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+LORA = {"r": 4, "lora_alpha": 8}
+TRAINING = {
+    "global_batch_size": 8,
+    "learning_rate": 3e-3,
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "max_steps": 12,
+    "seed": 11,
+}
+# name -> (adapter?, mixed precision, what else the recipe is told). With 45 rows the sixth step of an epoch is short.
+CASES = {
+    "full, 1 a micro-batch": (False, "no", {"per_device_batch_size": 1}),
+    "full, 4 a micro-batch": (False, "no", {"per_device_batch_size": 4}),
+    "full, checkpointing": (False, "no", {"per_device_batch_size": 2, "gradient_checkpointing": True}),
+    "lora": (True, "no", {"per_device_batch_size": 2}),
+    "lora, checkpointing": (True, "no", {"per_device_batch_size": 4, "gradient_checkpointing": True}),
+    "full, bf16": (False, "bf16", {"per_device_batch_size": 2}),
+    "lora, bf16": (True, "bf16", {"per_device_batch_size": 2}),
+}
+# Largest difference from the oracle that is allowed, relative to the value (weights: to the tensor's largest element).
+# Different orders of summation are all that may differ in fp32. In bf16 the backends also round at different places:
+# sharded ones hold a 16-bit working copy of the weights, the others cast inside the operators.
+TOLERANCES = {
+    "no": {"loss": 1e-6, "grad_norm": 5e-6, "lr": 0.0, "weights": 1e-4},
+    "bf16": {"loss": 2e-3, "grad_norm": 2e-2, "lr": 0.0, "weights": 0.3},
+}
+RANKS = [(config, ranks) for config in CONFIGS for ranks in (1, 2) if not (config == "single" and ranks == 2)]
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory):
+    """A tiny model folder, a data file with rows of very uneven lengths, and the tokenised rows."""
+    folder = tmp_path_factory.mktemp("material")
+    model_dir = tiny.save(folder / "model")
+    draw = random.Random(5)
+    words = "the harbour lamp is lit at dusk by keeper who climbs ninety steps and trims wick".split()
+
+    def sentence(longest):
+        return " ".join(draw.choices(words, k=draw.randint(1, longest)))
+
+    examples = []
+    for i in range(45):
+        turns = [{"role": "user", "content": sentence(12)}, {"role": "assistant", "content": sentence(1 + i)}]
+        examples.append({"messages": turns})
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    tokenizer = tiny.tokenizer()
+    return {
+        "model_dir": model_dir,
+        "data": str(data),
+        "rows": oracle.rows_of(tokenizer, examples, 1024),
+        "pad": tokenizer.pad_token_id,
+    }
+
+
+@pytest.fixture(scope="session")
+def canonical(material):
+    """(adapter?, mixed precision) -> the oracle's trajectory, each computed once."""
+
+    @functools.cache
+    def of(adapter: bool, mixed_precision: str):
+        return oracle.train(
+            material["model_dir"],
+            material["rows"],
+            material["pad"],
+            TRAINING,
+            lora=LORA if adapter else None,
+            bf16=mixed_precision == "bf16",
+        )
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def launched(material, tmp_path_factory):
+    """(config, ranks) -> folder with one sub-folder a case; each launched once, with all cases."""
+
+    @functools.cache
+    def run(config: str, ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"{config}-{ranks}")
+        cases = []
+        for name, (adapter, mixed_precision, extra) in CASES.items():
+            settings = TRAINING | extra | {"output_dir": str(folder / name)}
+            settings |= {"model_name_or_path": material["model_dir"], "dataset_name": material["data"]}
+            settings |= {"logging_steps": 1, "report_to": "none", "export_dtype": "fp32"}
+            settings |= {"eval_dataset_name": material["data"], "eval_generations": 3, "eval_steps": 5}
+            if adapter:
+                settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_alpha": LORA["lora_alpha"]}
+            cases.append({"name": name, "recipe": "sft", "mixed_precision": mixed_precision, "config": settings})
+        launcher.run_cases(config, ranks, cases, folder)
+        return folder
+
+    return run
+
+
+measured: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
+
+
+@pytest.mark.parametrize("config,ranks", RANKS, ids=lambda value: str(value))
+def test_same_numbers(config, ranks, launched, canonical):
+    folder = launched(config, ranks)
+    problems = []
+    for name, (adapter, mixed_precision, extra) in CASES.items():
+        log, weights = canonical(adapter, mixed_precision)
+        metrics = launcher.read_metrics(folder / name)
+        got = {key: launcher.column(metrics, f"train/{key}") for key in ("loss", "grad_norm", "lr")}
+        assert all(len(values) == len(log) == TRAINING["max_steps"] for values in got.values()), name
+        worst = {
+            key: max(abs(a - b[key]) / max(abs(b[key]), 1e-12) for a, b in zip(values, log, strict=True))
+            for key, values in got.items()
+        }
+        tensors = launcher.read_tensors(folder / name / "model")
+        assert set(tensors) == set(weights), f"{name}: other tensors than the model has"
+        worst["weights"] = max(
+            ((tensors[key] - weights[key]).abs().max() / weights[key].abs().max()).item() for key in weights
+        )
+        measured.setdefault((config, ranks), {})[name] = worst
+        problems += [
+            f"{name}: {key} differs by {value:.1e}"
+            for key, value in worst.items()
+            if not value <= TOLERANCES[mixed_precision][key]
+        ]
+        assert_topology(folder / name, config, ranks, extra["per_device_batch_size"])
+    assert not problems, "\n".join(problems)
+
+
+def assert_topology(output_dir: Path, config: str, ranks: int, per_device_batch_size: int) -> None:
+    """The run recorded what it obtained, and that is the strategy of the file's name, sharded as the name says."""
+    got = json.loads((output_dir / "topology.json").read_text())
+    name, _, variant = config.partition("_")
+    expected = {"cpu": "ddp"}.get(name, name)
+    assert got["strategy"] == expected or (ranks == 1 and expected == "ddp"), got
+    assert got["world_size"] == ranks
+    assert (got["offload"] != "none") == (variant == "offload"), got
+    share = 1 / ranks
+    if expected in ("zero3", "fsdp2"):
+        assert got["parameter_fraction"] == pytest.approx(share, abs=0.1), got
+    if expected in ("zero1", "zero2", "zero3", "fsdp2"):
+        assert got["optimizer_fraction"] == pytest.approx(share, abs=0.1), got
+    if expected == "fsdp2":
+        assert got["wrapped"]["LlamaDecoderLayer"] == 2, got
+    elif expected.startswith("zero"):
+        assert got["wrapped"]["DeepSpeedEngine"] == 1, got
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_evaluation_is_the_same(config, launched):
+    """Token-weighted evaluation and generated answers do not depend on the config or the number of ranks."""
+    reference = launcher.read_metrics(launched("single", 1) / "lora")
+    names = ("eval/loss", "eval/perplexity", "eval/token_accuracy", "eval/exact_match")
+    for ranks in (r for c, r in RANKS if c == config):
+        metrics = launcher.read_metrics(launched(config, ranks) / "lora")
+        for name in names:
+            got, want = launcher.column(metrics, name), launcher.column(reference, name)
+            assert len(got) == len(want) == 4, "before step 1, after 5 and 10, and at the end"
+            assert got == pytest.approx(want, rel=1e-5), name
+
+
+def test_document(launched, canonical):
+    """docs/equivalence.md states the tolerances that are asserted here, and is written from a run on request."""
+    path = ROOT / "docs" / "equivalence.md"
+    if os.environ.get("ONELOOP_WRITE_DOCS") == "1":
+        assert set(measured) == set(RANKS), "run the whole module to write the document"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(document())
+    text = path.read_text()
+    assert tolerance_table() in text
+    assert all(f"| `{config}` | {ranks} |" in text for config, ranks in RANKS)
+
+
+def tolerance_table() -> str:
+    lines = ["| compute | loss | grad norm | learning rate | final weights |", "| --- | --- | --- | --- | --- |"]
+    for precision, t in TOLERANCES.items():
+        label = "fp32" if precision == "no" else precision
+        lines.append(f"| {label} | {t['loss']:g} | {t['grad_norm']:g} | {t['lr']:g} | {t['weights']:g} |")
+    return "\n".join(lines)
+
+
+def document() -> str:
+    lines = [
+        "# Equivalence of the configs",
+        "",
+        "Written by `ONELOOP_WRITE_DOCS=1 make test PYTEST_ARGS=tests/equivalence` on CPU ranks over gloo: a tiny",
+        f"Llama, 45 rows of uneven lengths, {TRAINING['max_steps']} steps of {TRAINING['global_batch_size']} rows, AdamW,",
+        "warm-up, cosine, clipping at 1. The reference is a plain torch loop without Accelerate, accumulation or ranks.",
+        "",
+        "Largest relative difference allowed (weights: relative to the largest element of a tensor):",
+        "",
+        tolerance_table(),
+        "",
+        "Largest differences measured over all steps:",
+        "",
+        "| config | ranks | case | loss | grad norm | weights |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (config, ranks), cases in sorted(measured.items()):
+        for name, worst in cases.items():
+            values = " | ".join(f"{worst[key]:.0e}" for key in ("loss", "grad_norm", "weights"))
+            lines.append(f"| `{config}` | {ranks} | {name} | {values} |")
+    return "\n".join(lines) + "\n"
