@@ -25,6 +25,7 @@ from oneloop import (
     models,
     optim,
     process,
+    scaling,
     sharding,
     tracking,
 )

@@ -83,8 +83,8 @@ def _compare_with_launcher(source: str, wanted: dict, strategy: str, world_size:
     kind = str(wanted.get("distributed_type", "")).upper()
     if int(wanted.get("num_processes") or world_size) != world_size:
         raise ValueError(
-            f"{source} asks for {wanted['num_processes']} processes ({kind or 'no distributed_type'}), {world_size} was "
-            "started. accelerate starts one process for MULTI_CPU and for NO; take accelerate_configs/cpu.yaml for "
+            f"{source} asks for {wanted['num_processes']} processes ({kind or 'no distributed_type'}), {world_size} "
+            "was started. accelerate starts one process for MULTI_CPU and for NO; take accelerate_configs/cpu.yaml for "
             "data-parallel ranks on CPU, or pass --num_processes 1."
         )
     family = {"DEEPSPEED": "zero", "FSDP": "fsdp"}.get(kind)

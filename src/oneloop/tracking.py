@@ -179,7 +179,7 @@ class Tracker:
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) != 0 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < math.inf else f"{value:.4g}"
 
 
 def _open_for_append(path: Path):
