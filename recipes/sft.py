@@ -60,18 +60,16 @@ def load_rows(config, accelerator, tokenizer, source, split, for_evaluation=Fals
     """Read, check and tokenise a data set; rows for evaluation keep what generation needs."""
 
     def encode(example):
-        limits = {"max_length": config.max_length, "truncation": config.truncation}
-        if "messages" not in example:
-            row = data.chat.encode_text(tokenizer, example["prompt"], example["completion"], **limits)
+        rules = {
+            "max_length": config.max_length,
+            "truncation": config.truncation,
+            "assistant_only_loss": config.assistant_only_loss,
+            "split_special_tokens": config.split_special_tokens,
+        }
+        if "messages" in example:
+            row = data.chat.encode_messages(tokenizer, example["messages"], tools=example.get("tools"), **rules)
         else:
-            row = data.chat.encode_messages(
-                tokenizer,
-                example["messages"],
-                tools=example.get("tools"),
-                assistant_only_loss=config.assistant_only_loss,
-                split_special_tokens=config.split_special_tokens,
-                **limits,
-            )
+            row = data.chat.encode_text(tokenizer, example["prompt"], example["completion"], **rules)
         return row | (evaluate.prompt_and_reply(tokenizer, example) if for_evaluation else {})
 
     rows, report = data.rows.collect(source, split, encode, config.on_bad_row)

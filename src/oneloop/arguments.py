@@ -88,11 +88,9 @@ _ELSEWHERE = {  # what people look for here, and where it is
     **dict.fromkeys(
         ("mixed_precision", "bf16", "fp16"), "set mixed_precision in the Accelerate file given to accelerate launch"
     ),
-    **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config"), "choose a file of accelerate_configs/ for accelerate launch --config_file"
-    ),
     **dict.fromkeys(("config_file", "num_processes"), "it belongs to accelerate launch, before the script's name"),
 }
+_NO_SUCH_FLAG = "; --help lists all, and accelerate_configs/ holds the choices of how a run is distributed"
 _COMMAND_LINE_ONLY = {
     "trust_remote_code": "files are passed around, so none may allow foreign code to run",
 }
@@ -211,7 +209,7 @@ def _flow_list(text: str) -> list | str:
 
 
 def _advice(name: str, hints: dict) -> str:
-    return f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else _nearest(name, hints) or "; --help lists all"
+    return f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else _nearest(name, hints) or _NO_SUCH_FLAG
 
 
 def _read_file(hints: dict, path: str, problems: list[str]) -> list[tuple]:
@@ -309,7 +307,7 @@ def field_documents(cls: type) -> dict[str, str]:
 _MARK = "ONELOOP_RELAUNCHED"  # set across the restart, so that it can happen only once
 # What `accelerate launch` sets for a single process (accelerate 1.15, utils/launch.py,
 # prepare_simple_launcher_cmd_env).
-_SET_BY_LAUNCHER = ("ACCELERATE_", "FSDP_", "OMP_NUM_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME")
+_SET_BY_LAUNCHER = ("ACCELERATE_", "OMP_NUM_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME")
 
 
 def relaunch_with_config_file(argv: list[str]) -> None:

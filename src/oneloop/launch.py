@@ -154,6 +154,12 @@ def start(config: RecipeConfig) -> Accelerator:
     if on_cpu:
         _bring_up_cpu(want)
     plugins: dict[str, Any] = {}
+    data_parallel = DistributedDataParallelKwargs(
+        # Gradients live in the communication buckets instead of beside them: 4 bytes a parameter less.
+        gradient_as_bucket_view=True
+    )
+    if config.reduce_dtype == "compute":
+        _reduce_in_compute_dtype(want, data_parallel)
     if want.strategy.startswith("zero"):
         plugins["deepspeed_plugin"] = _deepspeed_plugin(config, want, accumulation_steps)
     else:
@@ -167,8 +173,7 @@ def start(config: RecipeConfig) -> Accelerator:
             # The default makes the optimizer step on every micro-batch of the last window of an epoch, which it can
             # only know for loaders of its own.
             gradient_accumulation_plugin=GradientAccumulationPlugin(accumulation_steps, sync_with_dataloader=False),
-            # Gradients live in the communication buckets instead of beside them: 4 bytes a parameter less.
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            kwargs_handlers=[data_parallel],
             **plugins,
         )
     except (RuntimeError, NotImplementedError) as error:
@@ -222,6 +227,19 @@ def _bring_up_cpu(want: Requested) -> None:
     PartialState._shared_state["device"] = torch.device("cpu")
     if want.strategy == "fsdp2":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _reduce_in_compute_dtype(want: Requested, data_parallel) -> None:
+    from accelerate.utils import DDPCommunicationHookType
+
+    if want.strategy in ("single", "zero0"):
+        raise ValueError(
+            f"reduce_dtype: compute has no effect under {want.strategy!r}, which reduces in fp32. Remove it."
+        )
+    hooks = {"bf16": DDPCommunicationHookType.BF16, "fp16": DDPCommunicationHookType.FP16}
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if want.strategy == "ddp" and precision in hooks:
+        data_parallel.comm_hook = hooks[precision]
 
 
 def _refuse_yaml_training_values(config: RecipeConfig, accumulation_steps: int) -> None:
@@ -290,8 +308,9 @@ def _refuse_other_precision(own: dict, where: str, mixed_precision: str) -> None
         enabled = own.get(kind, {}).get("enabled", "auto")
         if enabled != "auto" and bool(enabled) != (mixed_precision == kind):
             raise ValueError(
-                f"{kind}.enabled: {enabled} in {where}, but mixed_precision is {mixed_precision!r} in the Accelerate "
-                f'YAML. Write "auto" in the JSON, or change mixed_precision.'
+                f"{kind}.enabled: {enabled} in {where}, but the launcher's mixed_precision is {mixed_precision!r}. Write "
+                f'"auto" there and pass --mixed_precision {kind if enabled else "no"} to accelerate launch (whose YAML may '
+                "not hold that key beside a DeepSpeed JSON)."
             )
 
 

@@ -63,10 +63,13 @@ def material(tmp_path_factory):
         examples.append({"messages": turns})
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    eval_data = folder / "eval.jsonl"
+    eval_data.write_text("".join(json.dumps(example) + "\n" for example in examples[:11]))
     tokenizer = tiny.tokenizer()
     return {
         "model_dir": model_dir,
         "data": str(data),
+        "eval_data": str(eval_data),
         "rows": oracle.rows_of(tokenizer, examples, 1024),
         "pad": tokenizer.pad_token_id,
     }
@@ -102,7 +105,8 @@ def launched(material, tmp_path_factory):
             settings = TRAINING | extra | {"output_dir": str(folder / name)}
             settings |= {"model_name_or_path": material["model_dir"], "dataset_name": material["data"]}
             settings |= {"logging_steps": 1, "report_to": "none", "export_dtype": "fp32"}
-            settings |= {"eval_dataset_name": material["data"], "eval_generations": 3, "eval_steps": 5}
+            if name == "lora":
+                settings |= {"eval_dataset_name": material["eval_data"], "eval_generations": 3, "eval_steps": 5}
             if adapter:
                 settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_alpha": LORA["lora_alpha"]}
             cases.append({"name": name, "recipe": "sft", "mixed_precision": mixed_precision, "config": settings})
