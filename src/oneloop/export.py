@@ -102,12 +102,12 @@ def _write(module, tensors: dict[str, torch.Tensor], folder: Path, dtype: torch.
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         module.peft_config["default"].save_pretrained(folder)
         return
-    before = module.config.dtype, module.config.use_cache
-    module.config.dtype, module.config.use_cache = dtype, True
-    try:
-        module.save_pretrained(folder, state_dict=tensors)
-    finally:
-        module.config.dtype, module.config.use_cache = before
+    module.save_pretrained(folder, state_dict=tensors)
+    # save_pretrained states the dtype of the live module (transformers 5.24, modeling_utils.py), and training has
+    # switched the cache off; the file is about the tensors beside it, which are for use.
+    path = folder / "config.json"
+    settings = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _differences(accelerator, model, folder: Path, wanted: dict[str, str], dtype: torch.dtype) -> str:

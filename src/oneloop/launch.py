@@ -308,9 +308,9 @@ def _refuse_other_precision(own: dict, where: str, mixed_precision: str) -> None
         enabled = own.get(kind, {}).get("enabled", "auto")
         if enabled != "auto" and bool(enabled) != (mixed_precision == kind):
             raise ValueError(
-                f"{kind}.enabled: {enabled} in {where}, but the launcher's mixed_precision is {mixed_precision!r}. Write "
-                f'"auto" there and pass --mixed_precision {kind if enabled else "no"} to accelerate launch (whose YAML may '
-                "not hold that key beside a DeepSpeed JSON)."
+                f"{kind}.enabled: {enabled} in {where}, but the launcher's mixed_precision is {mixed_precision!r}. "
+                f'Write "auto" there and pass --mixed_precision {kind if enabled else "no"} to accelerate launch (its '
+                "YAML may not hold that key beside a DeepSpeed JSON)."
             )
 
 

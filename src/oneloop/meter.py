@@ -42,10 +42,10 @@ class Meter:
         loss_sum, num_items: scalars of this micro-batch; metrics: name -> scalar sum over the micro-batch's items,
         reported as a mean over items.
         """
-        mask = batch["attention_mask"]
-        values = {"loss": loss_sum.detach(), "items": num_items, "tokens": mask.sum(), **metrics}
-        values["squared_lengths"] = mask.sum(1).square().sum()
-        self.slots += mask.numel()
+        lengths = batch["lengths"]
+        values = {"loss": loss_sum.detach(), "items": num_items, "tokens": lengths.sum(), **metrics}
+        values["squared_lengths"] = lengths.square().sum()
+        self.slots += batch["input_ids"].numel()
         for name, value in values.items():
             self.parts.setdefault(name, []).append(value)
 

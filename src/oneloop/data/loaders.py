@@ -30,10 +30,12 @@ def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
     """Pad rows on the right to the longest of them.
 
     rows: dicts with `input_ids` and `labels`, equally long lists of int. Returns `input_ids`, `attention_mask` and
-    `labels`, each (B, T) int64. Padding is known by length, never by token id: an end-of-turn token that doubles as
-    the padding token keeps its label. No rows give one row of one token without label, so that a rank without data
-    still runs the same forward and backward passes as the others.
+    `labels`, each (B, T) int64, and `lengths` (B,) int64, the tokens of each row. Padding is known by length,
+    never by token id: an end-of-turn token that doubles as the padding token keeps its label. No rows give one row of
+    one token without label, so that a rank without data still runs the same forward and backward passes as the
+    others; its length is given as 0.
     """
+    lengths = [len(row["input_ids"]) for row in rows] or [0]
     if not rows:
         rows = [{"input_ids": [pad_token_id], "labels": [IGNORE_INDEX]}]
     shape = (len(rows), max(len(row["input_ids"]) for row in rows))
@@ -41,6 +43,7 @@ def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
         "input_ids": torch.full(shape, pad_token_id),
         "attention_mask": torch.zeros(shape, dtype=torch.int64),
         "labels": torch.full(shape, IGNORE_INDEX),
+        "lengths": torch.tensor(lengths),
     }
     for i, row in enumerate(rows):
         length = len(row["input_ids"])
