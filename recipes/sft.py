@@ -70,7 +70,9 @@ def load_rows(config, accelerator, tokenizer, source, split, for_evaluation=Fals
             row = data.chat.encode_messages(tokenizer, example["messages"], tools=example.get("tools"), **rules)
         else:
             row = data.chat.encode_text(tokenizer, example["prompt"], example["completion"], **rules)
-        return row | (evaluate.prompt_and_reply(tokenizer, example) if for_evaluation else {})
+        if for_evaluation and config.eval_generations:
+            row |= data.prompts.prompt_and_reply(tokenizer, example)
+        return data.loaders.compact(row)
 
     rows, report = data.rows.collect(source, split, encode, config.on_bad_row)
     accelerator.print(f"data: {source}: {report}")
@@ -85,7 +87,7 @@ def main(config: SFTConfig):
     if config.eval_dataset_name:
         eval_rows = load_rows(config, accelerator, tokenizer, config.eval_dataset_name, config.dataset_test_split, True)
     model = models.load_model(config, accelerator, tokenizer)
-    optimizer = optim.build(config, model)
+    optimizer = optim.build(config, model, fused=sharding.supports_fused_adamw(accelerator))
     model, optimizer, topology = launch.prepare(accelerator, config, model, optimizer)
     loader = data.loaders.TrainLoader(train_rows, accelerator, config, tokenizer.pad_token_id)
     eval_loader = data.loaders.EvalLoader(eval_rows, accelerator, config, tokenizer.pad_token_id)
@@ -94,10 +96,11 @@ def main(config: SFTConfig):
     window = meter.Meter(accelerator, model)
 
     def run_evaluation():
-        metrics = evaluate.evaluate(accelerator, model, eval_loader, count_items, compute_loss_sum)
-        if config.eval_generations:
-            metrics |= evaluate.exact_match(accelerator, model, tokenizer, eval_rows[: config.eval_generations], 16)
-        tracker.log(metrics, progress.step)
+        with window.paused():
+            metrics = evaluate.evaluate(accelerator, model, eval_loader, count_items, compute_loss_sum)
+            if config.eval_generations:
+                metrics |= evaluate.exact_match(accelerator, model, tokenizer, eval_rows[: config.eval_generations], 16)
+            tracker.log(metrics, progress.step)
 
     if eval_rows:
         run_evaluation()

@@ -31,7 +31,7 @@ def text(
         "precision": f"{got.precision} compute, fp32 weights in training, gradients reduced in {reduce}",
         "wrapped": ", ".join(f"{name} x{count}" for name, count in sorted(got.wrapped.items())),
         "shares": f"{got.parameter_fraction:.3f} of the parameters and {got.optimizer_fraction:.3f} of the optimizer "
-        "state on this rank",
+        "state on a rank",
         "batch": f"{config.per_device_batch_size} micro x {accumulation} accumulation x {got.world_size} ranks = "
         f"{config.global_batch_size} sequences, at most {config.global_batch_size * config.max_length} tokens a step",
         "parameters": f"{trainable:,} trainable of {total:,} ({trainable / total:.2%})",

@@ -227,6 +227,18 @@ def check(config: RecipeConfig) -> None:
             f"warmup_steps is {config.warmup_steps} and warmup_ratio is {config.warmup_ratio}: only one can count, "
             f"set the other to 0"
         )
+    generations = values.get("eval_generations", 0)  # not every recipe has it
+    if generations < 0:
+        raise ValueError(f"eval_generations is {generations}: give 0 or more")
+    if not config.eval_dataset_name and (generations or config.eval_steps != -1):
+        name = "eval_generations" if generations else "eval_steps"
+        raise ValueError(
+            f"{name} is {values[name]} but has no effect without eval_dataset_name: set it, or drop {name}"
+        )
+    if config.model_revision and os.path.isdir(config.model_name_or_path):
+        raise ValueError(
+            f"model_revision is {config.model_revision} but has no effect on a local folder: drop it, or name a hub id"
+        )
     if config.global_batch_size < config.per_device_batch_size:
         raise ValueError(
             f"global_batch_size is {config.global_batch_size}, smaller than per_device_batch_size "

@@ -37,25 +37,11 @@ def evaluate(
     mine = {name: torch.stack(values).cpu().double().sum().item() for name, values in parts.items()}
     everyone = gather_object([mine])
     total = {name: sum(one[name] for one in everyone) for name in mine}
-    items = total.pop("items")
+    items = max(total.pop("items"), 1)  # a copied recipe may count items that no row has
     means = {f"eval/{name}": value / items for name, value in total.items()}
     # A loss over 709 nats has no finite exponential in float64.
-    means["eval/perplexity"] = math.exp(means["eval/loss"]) if means["eval/loss"] < 709 else math.inf
+    means["eval/perplexity"] = math.inf if means["eval/loss"] >= 709 else math.exp(means["eval/loss"])
     return means
-
-
-def prompt_and_reply(tokenizer, example: dict) -> dict:
-    """What generation needs of a normalised row: `prompt_ids` up to where the last reply begins, and that `reply`.
-
-    A row that does not end with a reply gives an empty dict: there is nothing to compare an answer with.
-    """
-    if "messages" not in example:
-        return {"prompt_ids": tokenizer(example["prompt"])["input_ids"], "reply": example["completion"]}
-    *before, last = example["messages"]
-    if last["role"] != "assistant" or not last.get("content"):
-        return {}
-    text = tokenizer.apply_chat_template(before, tools=example.get("tools"), tokenize=False, add_generation_prompt=True)
-    return {"prompt_ids": tokenizer(text, add_special_tokens=False)["input_ids"], "reply": last["content"]}
 
 
 def exact_match(
@@ -66,7 +52,7 @@ def exact_match(
     rows: with `prompt_ids` and `reply`; others are left out. Answers may be half as long again as the longest
     reference. Returns {"eval/exact_match", "eval/num_generations"}. Collective.
     """
-    rows = [row for row in rows if row.get("prompt_ids")]
+    rows = [row for row in rows if "prompt_ids" in row]
     if not rows:
         raise ValueError("eval_generations: no evaluation row ends with a reply to compare an answer with.")
     longest = max(len(tokenizer(row["reply"])["input_ids"]) for row in rows)
@@ -99,6 +85,9 @@ def generate_answers(
         use_cache=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        # What is left out here is taken from the checkpoint's own generation config (transformers 5).
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
     )
     batches = sampling.even_batches(
         len(prompts),
@@ -109,7 +98,9 @@ def generate_answers(
     answers: list[tuple[int, str]] = []
     with sharding.generation(accelerator, model) as (module, needed):
         for row_numbers in batches:
-            rows = [prompts[i] for i in row_numbers] or [[tokenizer.eos_token_id]]  # a rank without prompts keeps step
+            rows = [list(prompts[i]) for i in row_numbers] or [
+                [tokenizer.eos_token_id]
+            ]  # a rank without prompts keeps step
             width = max(map(len, rows))
             # Padded on the left: the next token follows the prompt.
             input_ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])

@@ -41,15 +41,16 @@ def save(accelerator: Accelerator, model: torch.nn.Module, tokenizer, config: Re
             tensors[wanted[name]] = _as_exported(tensor, dtype)
     error = ""
     if accelerator.is_main_process:
+        # Whatever goes wrong on this rank, the others are on their way into the next collective and must meet it there.
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             _write(module, tensors, temporary, dtype, is_adapter)
             tokenizer.save_pretrained(temporary)
-        except (OSError, ValueError, RuntimeError) as failure:
-            error = f"could not write {temporary}: {failure}"
+        except Exception as failure:
+            error = f"could not write {temporary}: {failure!r}"
     tensors.clear()
-    error = error or _differences(accelerator, model, temporary, wanted, dtype)
-    _raise_together(accelerator, error)
+    different = _differences(accelerator, model, temporary, wanted, dtype)
+    _raise_together(accelerator, error or different)
     if accelerator.is_main_process:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(temporary, target)
@@ -111,28 +112,63 @@ def _write(module, tensors: dict[str, torch.Tensor], folder: Path, dtype: torch.
 
 
 def _differences(accelerator, model, folder: Path, wanted: dict[str, str], dtype: torch.dtype) -> str:
-    """Read the files back and compare them with the parameters as they are now; empty when all are equal."""
-    from safetensors import safe_open
+    """Read the files back and compare them with the parameters as they are now; empty when all are equal.
 
+    Collective: every rank runs through all tensors, whatever has gone wrong on the first one.
+    """
     problems: list[str] = []
-    where: dict[str, Path] = {}
-    if accelerator.is_main_process:
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                where |= {key: path for key in file.keys()}  # noqa: SIM118 - safe_open is not a mapping
-        problems = [f"{name} is missing" for name in set(wanted.values()) - set(where)]
-        problems += [f"{name} does not belong there" for name in set(where) - set(wanted.values())]
+    unmatched: dict[str, torch.Tensor] = {}
+    compared: set[str] = set()
+    files = _open_files(folder, problems) if accelerator.is_main_process else {}
     for name, tensor in sharding.full_tensors(accelerator, model):
         key = wanted.get(name)
-        if key in where:
-            with safe_open(where[key], "pt") as file:
-                written = file.get_tensor(key)
-            live = _as_exported(tensor, dtype)
-            if written.shape != live.shape or written.dtype != live.dtype or not torch.equal(written, live):
-                problems.append(f"{key}: file has {tuple(written.shape)} {written.dtype}, live is {tuple(live.shape)}")
-            elif live.is_floating_point() and not bool(torch.isfinite(live).all()):
-                problems.append(f"{key} holds values that are not finite")
+        if key in files:
+            compared.add(key)
+            problems += _difference(files[key], key, _as_exported(tensor, dtype))
+        elif key is not None and accelerator.is_main_process:
+            unmatched[key] = _as_exported(tensor, dtype)
+    if accelerator.is_main_process and not problems:
+        module = accelerator.unwrap_model(model, keep_torch_compile=False)
+        for key, tensor in _in_file_format(module, unmatched).items():
+            compared.add(key)
+            problems += _difference(files[key], key, tensor) if key in files else [f"{key} is missing"]
+        problems += [f"{key} does not belong there" for key in files.keys() - compared]
     return f"{folder} differs from the model: " + "; ".join(problems[:5]) if problems else ""
+
+
+def _open_files(folder: Path, problems: list[str]) -> dict:
+    """Name of a tensor -> the open file that holds it."""
+    from safetensors import safe_open
+
+    files = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            file = safe_open(path, "pt")
+            files |= dict.fromkeys(file.keys(), file)
+    except Exception as failure:  # a damaged file is what this looks for, in whatever way it shows
+        problems.append(f"cannot be read: {failure!r}")
+    return files
+
+
+def _difference(file, key: str, live: torch.Tensor) -> list[str]:
+    try:
+        written = file.get_tensor(key)
+    except Exception as failure:  # as above
+        return [f"{key} cannot be read: {failure!r}"]
+    if written.shape != live.shape or written.dtype != live.dtype or not torch.equal(written, live):
+        return [f"{key}: file has {tuple(written.shape)} {written.dtype}, live is {tuple(live.shape)} {live.dtype}"]
+    if live.is_floating_point() and not bool(torch.isfinite(live).all()):
+        return [f"{key} holds values that are not finite"]
+    return []
+
+
+def _in_file_format(module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers writes for tensors that it keeps otherwise in memory, such as experts fused into one."""
+    if not tensors:
+        return {}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(module, tensors)
 
 
 def _raise_together(accelerator: Accelerator, error: str) -> None:
@@ -150,19 +186,19 @@ def _merge(accelerator: Accelerator, adapter: Path, config: RecipeConfig) -> Non
     if accelerator.is_main_process:
         try:
             with sharding.plain_loading():
-                _merge_plain(adapter, config)
-        except (OSError, ValueError, RuntimeError) as failure:
-            error = f"could not merge {adapter}: {failure}"
+                error = _merge_plain(adapter, config)
+        except Exception as failure:  # the other ranks wait for word of it
+            error = f"could not merge {adapter}: {failure!r}"
     _raise_together(accelerator, error)
 
 
-def _merge_plain(adapter: Path, config: RecipeConfig) -> None:
+def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = models.base_model_of(config)
     model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, trust_remote_code=config.trust_remote_code, revision=config.model_revision or "main"
+        base.name, dtype=torch.float32, trust_remote_code=config.trust_remote_code, revision=base.revision
     )
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     models.align_for_generation(model, tokenizer)
@@ -173,6 +209,14 @@ def _merge_plain(adapter: Path, config: RecipeConfig) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     merged.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    problems: list[str] = []
+    files = _open_files(temporary, problems)
+    live = _in_file_format(merged, {name: tensor.detach() for name, tensor in merged.named_parameters()})
+    for key, tensor in live.items():
+        problems += _difference(files[key], key, tensor) if key in files else [f"{key} is missing"]
+    if problems:
+        return f"{temporary} differs from the merged model: " + "; ".join(problems[:5])
     shutil.rmtree(target, ignore_errors=True)
     os.replace(temporary, target)
-    print(f"exported: {target} (merged model, {dtype})")
+    print(f"exported: {target} (merged model, {dtype}, {len(live)} tensors verified)")
+    return ""

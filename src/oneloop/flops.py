@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,19 +13,21 @@ if TYPE_CHECKING:
 DENSE_BF16_PEAK = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
     "A40": 150e12,
-    "A10": 125e12,
+    "A10G?": 125e12,
     "L40S": 362e12,
     "L4": 121e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
     "MI300X": 1307e12,
-    "MI250X": 383e12,
+    "MI250X": 191.5e12,
 }
-"""Device name (part of it) -> dense bf16 FLOP/s without sparsity, from the makers' data sheets. First match wins."""
+"""Words of a device's name -> dense bf16 FLOP/s without sparsity, from the makers' data sheets. First match wins. An
+MI250X is two devices to torch, so it stands with half of the card's rate."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,15 @@ class Counter:
     """Sum over layers of heads x (query-key head size + value head size)."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, num_elements: Callable[[torch.Tensor], int]) -> Counter:
-        """Read them off a causal language model (transformers or peft)."""
+    def of(cls, model: torch.nn.Module, num_elements: Callable[[torch.Tensor], int]) -> Counter | None:
+        """Read them off a causal language model (transformers or peft).
+
+        None where this accounting does not hold: no attention heads, or experts of which a token meets only some.
+        """
         config = model.config.get_text_config()
+        has_experts = any(hasattr(config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        if has_experts or not hasattr(config, "num_attention_heads"):
+            return None
         total = sum(num_elements(p) for p in model.parameters())
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
@@ -71,4 +80,4 @@ def peak_per_second(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     module = torch.get_device_module(device)
     name = module.get_device_name(device) if hasattr(module, "get_device_name") else ""
-    return next((peak for key, peak in DENSE_BF16_PEAK.items() if key.lower() in name.lower()), None)
+    return next((peak for key, peak in DENSE_BF16_PEAK.items() if re.search(rf"\b{key}\b", name)), None)

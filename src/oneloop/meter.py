@@ -5,7 +5,9 @@ Nothing here waits for the device on a step that does not log.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +24,9 @@ class Meter:
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module):
         self.accelerator = accelerator
-        self.flops = flops.Counter.of(accelerator.unwrap_model(model, keep_torch_compile=False), sharding.num_elements)
+        module = accelerator.unwrap_model(model, keep_torch_compile=False)
         self.peak_flops = flops.peak_per_second(accelerator.device, sharding.compute_dtype(accelerator))
+        self.flops = flops.Counter.of(module, sharding.num_elements) if self.peak_flops is not None else None
         self.tokens_seen = 0
         self._start()
 
@@ -48,6 +51,13 @@ class Meter:
         self.slots += batch["input_ids"].numel()
         for name, value in values.items():
             self.parts.setdefault(name, []).append(value)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the time of what is no training, such as an evaluation, out of the speeds."""
+        began = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - began
 
     def step(self, grad_norm: torch.Tensor | float | None) -> None:
         """Count one optimizer step."""
@@ -80,7 +90,7 @@ class Meter:
             "train/peak_memory_gib": peak_memory / 2**30,
         }
         squared_lengths = total.pop("squared_lengths")
-        if self.peak_flops is not None:
+        if self.flops is not None:
             done = self.flops.training(tokens, squared_lengths)
             result["train/mfu"] = done / seconds / (self.peak_flops * self.accelerator.num_processes)
         result |= {f"train/{name}": value / items for name, value in total.items()}
@@ -91,7 +101,9 @@ class Meter:
 def peak_memory_bytes(device: torch.device) -> int:
     """Highest memory use of this process so far in bytes: the device's allocator, or the resident set on CPU."""
     if device.type != "cpu" and torch.accelerator.is_available():
-        return torch.accelerator.max_memory_allocated(device)
+        # Not every device's allocator keeps statistics (Apple's does not before torch 2.14).
+        with contextlib.suppress(RuntimeError):
+            return torch.accelerator.max_memory_allocated(device)
     import resource
     import sys
 

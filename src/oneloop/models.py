@@ -7,7 +7,9 @@ the dtype it computes in.
 
 from __future__ import annotations
 
+import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,20 +27,29 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def base_model_name(config: RecipeConfig) -> tuple[str, str | None]:
-    """Split `model_name_or_path` into (base model, adapter folder or None).
+@dataclass(frozen=True)
+class BaseModel:
+    """Where the weights under an adapter, or the whole model, come from."""
+
+    name: str
+    revision: str
+    adapter: str | None
+    """Folder of an adapter whose training continues."""
+
+
+def base_model_of(config: RecipeConfig) -> BaseModel:
+    """What `model_name_or_path` stands for: a model, or an adapter folder, which names its base and its revision.
 
     Raises ValueError for an adapter folder that does not name its base model.
     """
-    adapter_config = Path(config.model_name_or_path).expanduser() / "adapter_config.json"
-    if not adapter_config.is_file():
-        return config.model_name_or_path, None
-    base = json.loads(adapter_config.read_text()).get("base_model_name_or_path")
-    if not base:
-        raise ValueError(
-            f"{adapter_config} names no base_model_name_or_path; write the base model's id or folder there."
-        )
-    return base, config.model_name_or_path
+    path = Path(config.model_name_or_path).expanduser() / "adapter_config.json"
+    if not path.is_file():
+        return BaseModel(config.model_name_or_path, config.model_revision or "main", None)
+    saved = json.loads(path.read_text())
+    if not saved.get("base_model_name_or_path"):
+        raise ValueError(f"{path} names no base_model_name_or_path; write the base model's id there.")
+    revision = config.model_revision or saved.get("revision") or "main"
+    return BaseModel(saved["base_model_name_or_path"], revision, config.model_name_or_path)
 
 
 def load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
@@ -46,8 +57,9 @@ def load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
     the template ends an assistant turn with: what the model is taught to stop at is what generation must stop at."""
     from transformers import AutoTokenizer
 
-    name, adapter = base_model_name(config)
-    source = adapter if adapter and (Path(adapter) / "tokenizer_config.json").is_file() else name
+    base = base_model_of(config)
+    has_own = base.adapter is not None and (Path(base.adapter) / "tokenizer_config.json").is_file()
+    source = base.adapter if has_own else base.name
     tokenizer = _from_pretrained(AutoTokenizer, source, config)
     chat.load_template(tokenizer, config.chat_template)
     end_of_turn = chat.end_of_turn_token(tokenizer) if tokenizer.chat_template else None
@@ -67,18 +79,19 @@ def load_model(
 ) -> PreTrainedModel | torch.nn.Module:
     """The model to train, not yet wrapped: a `PreTrainedModel`, or a `PeftModel` around one when adapters are trained.
 
-    Trainable parameters are fp32 except where the strategy keeps its fp32 masters apart (`sharding.adapter_dtype`).
+    Trainable parameters are fp32; frozen ones are in the dtype they compute in.
 
     Raises ValueError for a checkpoint that cannot be found or loaded, or adapter settings that do not fit the model.
     """
     from transformers import AutoModelForCausalLM
 
-    name, adapter = base_model_name(config)
-    trains_adapter = config.use_peft or adapter is not None
+    base = base_model_of(config)
+    trains_adapter = config.use_peft or base.adapter is not None
+    start_dtype(config)  # read now, while the checkpoint is there: the export will ask for it
     compute_dtype = sharding.compute_dtype(accelerator)
     model = _from_pretrained(
         AutoModelForCausalLM,
-        name,
+        base.name,
         config,
         dtype=compute_dtype if trains_adapter else torch.float32,
         attn_implementation=config.attn_implementation,
@@ -86,7 +99,7 @@ def load_model(
     model.config.use_cache = False  # of no use in training, and it would make attention ignore packing later
     align_for_generation(model, tokenizer)
     if trains_adapter:
-        model = _with_adapter(config, accelerator, model, adapter)
+        model = _with_adapter(config, model, base)
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(
@@ -98,9 +111,15 @@ def load_model(
 
 def start_dtype(config: RecipeConfig) -> torch.dtype:
     """The dtype that the checkpoint itself is stored in, which `export_dtype: auto` writes again."""
+    return _stored_dtype(base_model_of(config), config.trust_remote_code)
+
+
+@functools.cache
+def _stored_dtype(base: BaseModel, trust_remote_code: bool) -> torch.dtype:
     from transformers import AutoConfig
 
-    dtype = _from_pretrained(AutoConfig, base_model_name(config)[0], config).dtype
+    name = Path(base.name).expanduser() if Path(base.name).expanduser().exists() else base.name
+    dtype = AutoConfig.from_pretrained(name, revision=base.revision, trust_remote_code=trust_remote_code).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
@@ -108,7 +127,7 @@ def _from_pretrained(auto_class, name: str, config: RecipeConfig, **kwargs):
     try:
         return auto_class.from_pretrained(
             Path(name).expanduser() if Path(name).expanduser().exists() else name,
-            revision=config.model_revision or "main",
+            revision=base_model_of(config).revision,
             trust_remote_code=config.trust_remote_code,
             **kwargs,
         )
@@ -116,14 +135,14 @@ def _from_pretrained(auto_class, name: str, config: RecipeConfig, **kwargs):
         raise ValueError(f"model_name_or_path: cannot load {name!r} ({auto_class.__name__}): {error}") from error
 
 
-def _with_adapter(config: RecipeConfig, accelerator: Accelerator, model, adapter: str | None):
+def _with_adapter(config: RecipeConfig, model, base: BaseModel):
     from peft import LoraConfig, PeftModel, get_peft_model
 
     # peft draws the adapter from the global generator; every strategy must start from the same values, however
     # many numbers the loading of the base model has used before.
     torch.manual_seed(config.seed)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    if base.adapter is not None:
+        model = PeftModel.from_pretrained(model, base.adapter, is_trainable=True)
     else:
         lora = LoraConfig(
             task_type="CAUSAL_LM",
@@ -136,16 +155,12 @@ def _with_adapter(config: RecipeConfig, accelerator: Accelerator, model, adapter
             use_dora=config.use_dora,
         )
         try:
-            model = get_peft_model(model, lora)
+            model = get_peft_model(model, lora, revision=config.model_revision)
         except ValueError as error:
             raise ValueError(f"lora_target_modules / lora_modules_to_save do not fit the model: {error}") from error
-    compute_dtype, adapter_dtype = sharding.compute_dtype(accelerator), sharding.adapter_dtype(accelerator)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            if adapter is None:
-                # Some strategies see the fresh values only after rounding to 16 bits; round them under all of them.
-                parameter.data = parameter.data.to(compute_dtype)
-            parameter.data = parameter.data.to(adapter_dtype)
+            parameter.data = parameter.data.float()
     return model
 
 

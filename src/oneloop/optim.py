@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from oneloop.data.sampling import Progress
 
 
-def build(config: RecipeConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) on the trainable parameters, fused where the device has it.
+def build(config: RecipeConfig, model: torch.nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) on the trainable parameters; `fused` runs it as one kernel.
 
     Biases and the weights of normalisation layers are not decayed. They are told by module and name, not by shape:
     a parameter that is partitioned over ranks no longer shows its own shape.
@@ -47,7 +47,7 @@ def build(config: RecipeConfig, model: torch.nn.Module) -> torch.optim.Optimizer
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=tuple(config.adam_betas),
-        fused=True,
+        fused=fused,
     )
 
 

@@ -31,7 +31,9 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
         print(f"\nerror: {error}" if rank == 0 else f"\nerror on rank {rank}: {error}", file=sys.stderr, flush=True)
         if os.environ.get("ONELOOP_TRACEBACK") == "1":
             traceback.print_exc()
-    except BaseException:  # noqa: B036 - printed and turned into an exit code, never swallowed
+    except BaseException as error:  # printed and turned into an exit code, never swallowed
+        if isinstance(error, SystemExit) and not error.code:
+            return
         print(f"\n--- rank {rank} failed ---\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     else:
         _close_process_group()
@@ -60,7 +62,9 @@ def launcher_arguments() -> tuple[str | None, dict] | None:
             words, cwd = ancestor.cmdline(), ancestor.cwd()
         except psutil.Error:  # gone, or another user's (a container's outer process)
             return None
-        starts = [i for i, word in enumerate(words) if os.path.basename(word) in ("accelerate-launch", "launch.py")]
+        starts = [
+            i for i, word in enumerate(words) if word.endswith(("accelerate-launch", "accelerate/commands/launch.py"))
+        ]
         starts += [i + 1 for i, word in enumerate(words[:-1]) if "accelerate" in word and words[i + 1] == "launch"]
         starts += [i for i, word in enumerate(words) if word == "accelerate.commands.launch"]
         if not starts:
@@ -68,7 +72,10 @@ def launcher_arguments() -> tuple[str | None, dict] | None:
         from accelerate.commands.config.config_args import default_config_file
         from accelerate.commands.launch import launch_command_parser
 
-        arguments, _ = launch_command_parser().parse_known_args(words[starts[0] + 1 :])
+        try:
+            arguments, _ = launch_command_parser().parse_known_args(words[starts[0] + 1 :])
+        except SystemExit:  # not its command line after all
+            continue
         path = arguments.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
         wanted: dict = {}
         if path is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,9 +35,9 @@ class Obtained:
     wrapped: dict[str, int]
     """Class name -> number of modules that the backend wraps or shards on their own."""
     parameter_fraction: float
-    """Share of all parameter elements that this rank holds between steps."""
+    """Share of all parameter elements that a rank holds between steps, on average."""
     optimizer_fraction: float
-    """Share of the trainable elements whose optimizer state this rank holds."""
+    """Share of the trainable elements whose optimizer state a rank holds, on average."""
 
 
 def strategy(accelerator: Accelerator) -> str:
@@ -64,13 +64,16 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
     return DTYPES[mixed_precision(accelerator)]
 
 
-def adapter_dtype(accelerator: Accelerator) -> torch.dtype:
-    """The dtype in which trainable adapters are handed over.
+def supports_fused_adamw(accelerator: Accelerator) -> bool:
+    """Whether AdamW can run as one kernel: the device has it, and no loss scale would be left to that kernel.
 
-    ZeRO-3 gathers parameters of one dtype only, so next to a 16-bit base it takes 16-bit adapters; its fp32 masters
-    are separate. Everywhere else the adapter itself is the fp32 master.
+    Where DeepSpeed partitions nothing, the gradients are clipped right before the step (`clip_before_step`), so they
+    must have been unscaled by then; a fused step does that itself, later.
     """
-    return compute_dtype(accelerator) if strategy(accelerator) == "zero3" else torch.float32
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    scaled = strategy(accelerator) == "zero0" and mixed_precision(accelerator) == "fp16"
+    return accelerator.device.type in _get_fused_kernels_supported_devices() and not scaled
 
 
 def needs_reentrant_checkpointing(accelerator: Accelerator, trains_adapter: bool) -> bool:
@@ -85,6 +88,46 @@ def needs_reentrant_checkpointing(accelerator: Accelerator, trains_adapter: bool
 def gradient_checkpointing_by_config(accelerator: Accelerator) -> bool:
     """Whether the Accelerate YAML itself switches activation checkpointing on."""
     return strategy(accelerator) == "fsdp2" and accelerator.state.fsdp_plugin.activation_checkpointing
+
+
+# --- fp32 masters ----------------------------------------------------------------------------------------------------
+
+Masters = list[tuple[torch.nn.Parameter, torch.Tensor]]
+
+
+def take_masters(accelerator: Accelerator, model: torch.nn.Module) -> Masters:
+    """Keep the fp32 values of what is trained, where the backend is about to round them to 16 bits.
+
+    DeepSpeed casts the model first and makes its masters from the result (deepspeed 0.19.8, engine.py,
+    `_cast_module_mixed_precision`), so a run would start elsewhere than under the other strategies. Under ZeRO-3 the
+    adapter is cast here: next to a 16-bit base it gathers parameters of one dtype only. What ZeRO-3 partitions while
+    it loads has been rounded already; a checkpoint stored in 16 bits loses nothing by that.
+    """
+    dtype = compute_dtype(accelerator)
+    if strategy(accelerator) not in ("zero1", "zero2", "zero3") or dtype == torch.float32:
+        return []
+    kept = [(p, p.data) for p in model.parameters() if p.requires_grad and not hasattr(p, "ds_id")]
+    if strategy(accelerator) == "zero3":
+        for parameter, value in kept:
+            parameter.data = value.to(dtype)
+    return kept
+
+
+def restore_masters(masters: Masters) -> None:
+    """Write the kept values into the backend's fp32 masters; its 16-bit copies are the rounded values already."""
+    for parameter, value in masters:
+        if not hasattr(parameter, "ds_id"):
+            from deepspeed.utils import safe_set_full_fp32_param
+
+            safe_set_full_fp32_param(parameter, value)
+            continue
+        from deepspeed.utils import safe_set_local_fp32_param
+
+        size = parameter.ds_tensor.numel()  # the last partition is padded
+        padded = torch.nn.functional.pad(
+            value.flatten(), (0, size * torch.distributed.get_world_size() - value.numel())
+        )
+        safe_set_local_fp32_param(parameter, padded.narrow(0, size * torch.distributed.get_rank(), size))
 
 
 # --- what was obtained -----------------------------------------------------------------------------------------------
@@ -114,6 +157,12 @@ def obtained(accelerator: Accelerator, model: torch.nn.Module, optimizer) -> Obt
             offload = "optimizer + parameters"
     else:
         wrapped = Counter([type(model).__name__])
+    fractions = (
+        sum(map(_local_numel, parameters)) / max(sum(map(num_elements, parameters)), 1),
+        _optimizer_numel(name, optimizer, trainable) / max(sum(map(num_elements, trainable)), 1),
+    )
+    # The mean over ranks, for all to decide alike: dimension 0 of a small tensor may leave a rank without any of it.
+    everyone = gather_object([fractions])
     return Obtained(
         strategy=name,
         world_size=accelerator.num_processes,
@@ -121,8 +170,8 @@ def obtained(accelerator: Accelerator, model: torch.nn.Module, optimizer) -> Obt
         precision=mixed_precision(accelerator),
         offload=offload,
         wrapped=dict(wrapped),
-        parameter_fraction=sum(map(_local_numel, parameters)) / max(sum(map(num_elements, parameters)), 1),
-        optimizer_fraction=_optimizer_numel(name, optimizer, trainable) / max(sum(map(num_elements, trainable)), 1),
+        parameter_fraction=sum(one[0] for one in everyone) / len(everyone),
+        optimizer_fraction=sum(one[1] for one in everyone) / len(everyone),
     )
 
 

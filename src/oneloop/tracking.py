@@ -128,8 +128,11 @@ class Tracker:
         values = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         # JSON knows no NaN: a line with one would be unreadable for everything but Python.
         line = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk; the next line may find room again
+            warnings.warn(f"tracking: step {step} is missing in {METRICS_FILE} ({error})", RuntimeWarning, stacklevel=2)
         # Not print: a progress bar may stand on the line.
         tqdm.write(f"step {step:>5}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items()))
         if self._report_to == "none":

@@ -35,15 +35,22 @@ CASES = {
     "lora, checkpointing": (True, "no", {"per_device_batch_size": 4, "gradient_checkpointing": True}),
     "full, bf16": (False, "bf16", {"per_device_batch_size": 2}),
     "lora, bf16": (True, "bf16", {"per_device_batch_size": 2}),
+    "full, 100 steps": (False, "no", {"per_device_batch_size": 4, "max_steps": 100}),
+    "lora, 100 steps": (True, "no", {"per_device_batch_size": 4, "max_steps": 100}),
 }
+LONG = ("full, 100 steps", "lora, 100 steps")  # on two ranks only
 # Largest difference from the oracle that is allowed, relative to the value (weights: to the tensor's largest element).
 # Different orders of summation are all that may differ in fp32. In bf16 the backends also round at different places:
 # sharded ones hold a 16-bit working copy of the weights, the others cast inside the operators.
 TOLERANCES = {
-    "no": {"loss": 1e-6, "grad_norm": 5e-6, "lr": 0.0, "weights": 1e-4},
-    "bf16": {"loss": 2e-3, "grad_norm": 2e-2, "lr": 0.0, "weights": 0.3},
+    "no": {"loss": 1e-6, "grad_norm": 2e-5, "lr": 1e-12, "weights": 1e-4},
+    "bf16": {"loss": 2e-3, "grad_norm": 2e-2, "lr": 1e-12, "weights": 0.3},
 }
 RANKS = [(config, ranks) for config in CONFIGS for ranks in (1, 2) if not (config == "single" and ranks == 2)]
+
+
+def cases_for(ranks: int) -> dict:
+    return {name: case for name, case in CASES.items() if ranks > 1 or name not in LONG}
 
 
 @pytest.fixture(scope="session")
@@ -80,12 +87,12 @@ def canonical(material):
     """(adapter?, mixed precision) -> the oracle's trajectory, each computed once."""
 
     @functools.cache
-    def of(adapter: bool, mixed_precision: str):
+    def of(adapter: bool, mixed_precision: str, max_steps: int):
         return oracle.train(
             material["model_dir"],
             material["rows"],
             material["pad"],
-            TRAINING,
+            TRAINING | {"max_steps": max_steps},
             lora=LORA if adapter else None,
             bf16=mixed_precision == "bf16",
         )
@@ -101,7 +108,7 @@ def launched(material, tmp_path_factory):
     def run(config: str, ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{config}-{ranks}")
         cases = []
-        for name, (adapter, mixed_precision, extra) in CASES.items():
+        for name, (adapter, mixed_precision, extra) in cases_for(ranks).items():
             settings = TRAINING | extra | {"output_dir": str(folder / name)}
             settings |= {"model_name_or_path": material["model_dir"], "dataset_name": material["data"]}
             settings |= {"logging_steps": 1, "report_to": "none", "export_dtype": "fp32"}
@@ -123,11 +130,11 @@ measured: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
 def test_same_numbers(config, ranks, launched, canonical):
     folder = launched(config, ranks)
     problems = []
-    for name, (adapter, mixed_precision, extra) in CASES.items():
-        log, weights = canonical(adapter, mixed_precision)
+    for name, (adapter, mixed_precision, extra) in cases_for(ranks).items():
+        log, weights = canonical(adapter, mixed_precision, extra.get("max_steps", TRAINING["max_steps"]))
         metrics = launcher.read_metrics(folder / name)
         got = {key: launcher.column(metrics, f"train/{key}") for key in ("loss", "grad_norm", "lr")}
-        assert all(len(values) == len(log) == TRAINING["max_steps"] for values in got.values()), name
+        assert all(len(values) == len(log) for values in got.values()), name
         worst = {
             key: max(abs(a - b[key]) / max(abs(b[key]), 1e-12) for a, b in zip(values, log, strict=True))
             for key, values in got.items()

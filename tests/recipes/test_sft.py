@@ -243,6 +243,30 @@ def test_export_that_differs_from_the_model_is_found(tmp_path, monkeypatch):  # 
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_experts_are_exported_as_their_checkpoints_store_them(tmp_path):  # C41
+    """transformers 5 fuses experts in memory and splits them again when it saves."""
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    text = tiny.tokenizer()
+    config = MixtralConfig(
+        vocab_size=len(text),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        eos_token_id=text.eos_token_id,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "tiny")
+    text.save_pretrained(tmp_path / "tiny")
+    out = runs.train(tmp_path, UNEVEN, eval_dataset_name=str(tmp_path / "rows.jsonl"), global_batch_size=4, max_steps=2)
+    assert set(launcher.read_tensors(out / "model")) == set(launcher.read_tensors(tmp_path / "tiny"))
+    loaded = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    expected = launcher.column(launcher.read_metrics(out), "eval/loss")[-1]
+    assert mean_loss(loaded, UNEVEN) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("adapter", [{}, {"use_peft": True, "merge_adapter": True}], ids=["full", "lora"])
 def test_sampling_values_of_a_greedy_checkpoint_do_not_cost_the_run(tmp_path, capsys, adapter):  # C46
     tiny.save(tmp_path / "tiny")

@@ -7,6 +7,7 @@ import pytest
 
 import oneloop.process
 from oneloop import config, launch
+from oneloop.launch import plugins
 from oneloop.sharding import Obtained
 
 SETTINGS = SimpleNamespace(
@@ -42,7 +43,7 @@ def with_json(monkeypatch, tmp_path, content: dict, **env: str):
 
 
 def settings_of(want) -> dict:
-    return launch._deepspeed_plugin(SETTINGS, want, accumulation_steps=2).deepspeed_config
+    return plugins.deepspeed_plugin(SETTINGS, want, accumulation_steps=2).deepspeed_config
 
 
 def test_requests_are_read_off_the_environment(monkeypatch):
@@ -124,8 +125,8 @@ def test_unreadable_json_is_named(monkeypatch, tmp_path):
 def test_accumulation_in_the_file_that_differs_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(ValueError, match="gradient_accumulation_steps: 4.*make it 2"):
-        launch._refuse_yaml_training_values(SETTINGS, 2)
-    launch._refuse_yaml_training_values(SETTINGS, 4)
+        plugins.refuse_yaml_training_values(SETTINGS, 2)
+    plugins.refuse_yaml_training_values(SETTINGS, 4)
 
 
 def test_sharded_gradients_are_reduced_in_fp32(monkeypatch):
@@ -137,17 +138,17 @@ def test_sharded_gradients_are_reduced_in_fp32(monkeypatch):
         "ACCELERATE_MIXED_PRECISION": "bf16",
     }.items():
         monkeypatch.setenv(name, value)
-    policy = launch._fsdp_plugin(SETTINGS, on_cpu=True).mixed_precision_policy
+    policy = plugins.fsdp_plugin(SETTINGS, on_cpu=True).mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     with pytest.raises(ValueError, match="recomputed twice"):
-        launch._fsdp_plugin(SimpleNamespace(**{**vars(SETTINGS), "gradient_checkpointing": True}), on_cpu=True)
+        plugins.fsdp_plugin(SimpleNamespace(**{**vars(SETTINGS), "gradient_checkpointing": True}), on_cpu=True)
 
 
 def test_setting_without_effect_is_refused():
     want = launch.Requested("zero0", 2, False, False, False, "x.yaml")
     with pytest.raises(ValueError, match="reduce_dtype: compute has no effect under 'zero0'"):
-        launch._reduce_in_compute_dtype(want, SimpleNamespace())
+        plugins.reduce_in_compute_dtype(want, SimpleNamespace())
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def encode_messages(
         )
     weights = [m.get("weight", 1) for m in messages if m["role"] == "assistant"]
     messages = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
-    text = _render(tokenizer, messages, tools)
+    text = render(tokenizer, messages, tools)
     for number, message in enumerate(messages, start=1):
         if message["role"] in ("system", "developer", "user") and message["content"].strip() not in text:
             raise BadRow("turn_lost", f"the chat template leaves out turn {number} ({message['role']})")
@@ -139,7 +139,7 @@ def end_of_turn_token(tokenizer) -> str | None:
         return None
     mark = _marks("", 1)[0]
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-    rest = _render(tokenizer, turns, None).partition(mark)[2].lstrip()
+    rest = render(tokenizer, turns, None).partition(mark)[2].lstrip()
     return next((token for token in _closing_tokens(tokenizer) if rest.startswith(token)), None)
 
 
@@ -154,7 +154,7 @@ def _eos_id(tokenizer) -> int:
     return tokenizer.eos_token_id
 
 
-def _render(tokenizer, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
+def render(tokenizer, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
     import jinja2
 
     try:
@@ -203,7 +203,7 @@ def _tokenise(tokenizer, text: str, messages: list, tools: list | None, split: b
     filler = next(character for character in map(chr, range(0xE000, 0xF8FF)) if character not in text)
     blank_messages, blank_tools = _replace(pattern, filler, [messages, tools])
     if (blank_messages, blank_tools) != (messages, tools):
-        blank = _render(tokenizer, blank_messages, blank_tools)
+        blank = render(tokenizer, blank_messages, blank_tools)
         # What has changed must be control text, and nothing else may have moved.
         expected = zip(text, _replace(pattern, filler, text), strict=True)
         if len(blank) != len(text) or not all(map(contains, expected, blank)):
@@ -370,7 +370,7 @@ def _lead(tokenizer) -> str:
 
 def _render_or_none(tokenizer, messages: list[dict], tools: list | None, **options) -> str | None:
     try:
-        return _render(tokenizer, messages, tools, **options) if messages else None
+        return render(tokenizer, messages, tools, **options) if messages else None
     except BadRow:
         # A made-up conversation may break a rule the real one keeps; that says nothing about the row.
         return None

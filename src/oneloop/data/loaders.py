@@ -7,11 +7,14 @@ position of its own that differs with the world size (accelerate 1.15, `data_loa
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from oneloop import schedule
@@ -26,14 +29,38 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor]
 
 
+def compact(row: dict) -> dict:
+    """Hold a row's token lists as (T,) int32 arrays: 4 bytes a token instead of some 24."""
+    return {key: np.asarray(value, np.int32) if isinstance(value, list) else value for key, value in row.items()}
+
+
+def check_same_on_all_ranks(accelerator: Accelerator, rows: list[dict], config: RecipeConfig) -> None:
+    """Stop when ranks would train on different rows or settings, each sure of itself: a node with another version of
+    a file makes rows be missed or repeated, or ranks wait for one that has finished.
+
+    Raises ValueError on every rank.
+    """
+    digest = hashlib.sha256(repr((len(rows), dataclasses.asdict(config))).encode())
+    for row in rows:
+        digest.update(np.asarray(row["input_ids"], np.int32).tobytes())
+        digest.update(np.asarray(row["labels"], np.int32).tobytes())
+    everyone = gather_object([digest.hexdigest()])
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        raise ValueError(
+            f"ranks {different} read other training rows or settings than rank 0. Check that {config.dataset_name!r}, "
+            "the tokenizer and the config file are the same on every node."
+        )
+
+
 def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
     """Pad rows on the right to the longest of them.
 
-    rows: dicts with `input_ids` and `labels`, equally long lists of int. Returns `input_ids`, `attention_mask` and
-    `labels`, each (B, T) int64, and `lengths` (B,) int64, the tokens of each row. Padding is known by length,
-    never by token id: an end-of-turn token that doubles as the padding token keeps its label. No rows give one row of
-    one token without label, so that a rank without data still runs the same forward and backward passes as the
-    others; its length is given as 0.
+    rows: dicts with `input_ids` and `labels`, equally long lists or arrays of int. Returns `input_ids`,
+    `attention_mask` and `labels`, each (B, T) int64, and `lengths` (B,) int64, the tokens of each row. Padding is
+    known by length, never by token id: an end-of-turn token that doubles as the padding token keeps its label. No rows
+    give one row of one token without label, so that a rank without data still runs the same forward and backward
+    passes as the others; its length is given as 0.
     """
     lengths = [len(row["input_ids"]) for row in rows] or [0]
     if not rows:
@@ -47,9 +74,9 @@ def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
     }
     for i, row in enumerate(rows):
         length = len(row["input_ids"])
-        batch["input_ids"][i, :length] = torch.tensor(row["input_ids"])
+        batch["input_ids"][i, :length] = torch.as_tensor(row["input_ids"])
         batch["attention_mask"][i, :length] = 1
-        batch["labels"][i, :length] = torch.tensor(row["labels"])
+        batch["labels"][i, :length] = torch.as_tensor(row["labels"])
     return batch
 
 
@@ -57,6 +84,7 @@ class TrainLoader:
     """Yields the micro-batches of one optimizer step after the other; where to start is the caller's `Progress`."""
 
     def __init__(self, rows: list[dict], accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
+        check_same_on_all_ranks(accelerator, rows, config)
         self.rows = rows
         self.global_batch_size = config.global_batch_size
         self.seed, self.shuffle = config.seed, config.shuffle
