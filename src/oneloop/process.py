@@ -28,9 +28,9 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
     except ValueError as error:
         if rank != 0:
             time.sleep(5)
-        print(f"\nerror: {error}" if rank == 0 else f"\nerror on rank {rank}: {error}", file=sys.stderr, flush=True)
-        if os.environ.get("ONELOOP_TRACEBACK") == "1":
+        if os.environ.get("ONELOOP_TRACEBACK") == "1" or not _is_ours(error):
             traceback.print_exc()
+        print(f"\nerror: {error}" if rank == 0 else f"\nerror on rank {rank}: {error}", file=sys.stderr, flush=True)
     except BaseException as error:  # printed and turned into an exit code, never swallowed
         if isinstance(error, SystemExit) and not error.code:
             return
@@ -42,6 +42,12 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
     sys.stdout.flush()
     # A regular exit waits for the other ranks in the destructors of the process group: for ever, if they wait too.
     os._exit(1)
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether this package raised it, with a message for the user; a library's needs its traceback to make sense."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return os.path.dirname(os.path.abspath(__file__)) in os.path.abspath(raised_in)
 
 
 def _close_process_group() -> None:

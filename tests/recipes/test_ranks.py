@@ -29,6 +29,12 @@ CASES = {  # name: (rows, settings); each is trained on two ranks under every co
     "three rows by four": (ANSWERS[:3], {"global_batch_size": 4, "num_train_epochs": 2.0}),  # C28
     "every third step": (UNEVEN * 2, {"global_batch_size": 4, "max_steps": 4, "logging_steps": 3}),  # C49
     "another architecture": (UNEVEN, {"global_batch_size": 4, "max_steps": 2, "model_name_or_path": "gpt2"}),  # C53
+    "dora": (UNEVEN, {"global_batch_size": 4, "max_steps": 2, "use_peft": True, "use_dora": True, "use_rslora": True}),
+    "modules to save": (
+        UNEVEN,
+        {"global_batch_size": 4, "max_steps": 2, "use_peft": True, "lora_modules_to_save": ["norm", "embed_tokens"]},
+    ),
+    "eager attention": (UNEVEN, {"global_batch_size": 4, "max_steps": 2, "attn_implementation": "eager"}),
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import importlib.util
 import json
 import os
 import socket
@@ -327,6 +328,18 @@ def test_tensorboard_holds_the_same_numbers(tmp_path, accelerator):
     tracker.finish()
     events = EventAccumulator(str(tmp_path / "run" / "oneloop")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (4, 1.0)]
+
+
+def test_trackio_keeps_its_files_with_the_run(tmp_path, accelerator, monkeypatch):
+    # Not importorskip: trackio reads the folder's name when it is imported.
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is optional")
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    tracker = start(accelerator, tmp_path / "run", "trackio")
+    tracker.log({"train/loss": 2.0}, step=1)
+    tracker.finish()
+    assert lines(tmp_path / "run") == [{"step": 1, "train/loss": 2.0}]
+    assert list((tmp_path / "run" / "trackio").iterdir()), "nothing was recorded there"
 
 
 # --- picture ----------------------------------------------------------------------------------------------------------

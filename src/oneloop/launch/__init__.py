@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,10 @@ def start(config: RecipeConfig) -> Accelerator:
         TorchDynamoPlugin,
         set_seed,
     )
+    from transformers.utils import logging as transformers_logging
 
+    # transformers 5.24 warns of an attribute that it, accelerate and peft still read themselves.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
     global _group_kind
     want = requested()
     accumulation_steps = schedule.accumulation_steps(
@@ -124,6 +128,8 @@ def start(config: RecipeConfig) -> Accelerator:
         raise ValueError(
             f"{want.world_size} processes were started, but they form a group of {accelerator.num_processes}."
         )
+    if not accelerator.is_main_process:
+        transformers_logging.disable_progress_bar()  # of loading and saving: one of them is enough
     set_seed(config.seed)
     return accelerator
 
@@ -154,11 +160,11 @@ def _prepare_for_cpu(want: Requested) -> None:
     Both exclude `ACCELERATE_USE_CPU`, which plain data parallelism needs. Can go when AcceleratorState selects the
     plugins independently of the device type.
     """
+    os.environ["DS_ACCELERATOR"] = "cpu"  # said, DeepSpeed does not look for others and warn of finding none
     if want.strategy in ("single", "ddp"):
         os.environ["ACCELERATE_USE_CPU"] = "true"
         return
     os.environ.pop("ACCELERATE_USE_CPU", None)
-    os.environ["DS_ACCELERATOR"] = "cpu"
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(f"{want.strategy!r} needs the ranks that `accelerate launch` starts; this process is alone.")
 
