@@ -81,12 +81,14 @@ def load_rows(config, accelerator, tokenizer, source, split, for_evaluation=Fals
 
 def main(config: SFTConfig):
     accelerator = launch.start(config)
+    export.check_output_dir(accelerator, config)
     tokenizer = models.load_tokenizer(config)
     train_rows = load_rows(config, accelerator, tokenizer, config.dataset_name, config.dataset_train_split)
     eval_rows = []
     if config.eval_dataset_name:
         eval_rows = load_rows(config, accelerator, tokenizer, config.eval_dataset_name, config.dataset_test_split, True)
     model = models.load_model(config, accelerator, tokenizer)
+    models.check_rows_fit(model, train_rows + eval_rows, tokenizer)
     optimizer = optim.build(config, model, fused=sharding.supports_fused_adamw(accelerator))
     model, optimizer, topology = launch.prepare(accelerator, config, model, optimizer)
     loader = data.loaders.TrainLoader(train_rows, accelerator, config, tokenizer.pad_token_id)

@@ -22,6 +22,7 @@ __all__ = [
     "RecipeConfig",
     "RunConfig",
     "TrainConfig",
+    "adapter_settings",
     "check",
     "is_adapter_folder",
     "num_flags",
@@ -172,6 +173,7 @@ _AT_LEAST = {  # field: smallest value that means something
     ),
     **dict.fromkeys(("warmup_steps", "seed", "weight_decay", "max_grad_norm"), 0),
 }
+_LARGEST_SEED = 4_000_000_000  # numpy takes 2**32 - 1; each rank adds its number
 _FRACTIONS = ("lora_dropout", "adam_betas")  # each value: 0 <= value < 1
 _MEANING_OF_MINUS_ONE = {  # field that is -1 or at least 1: what -1 does
     "max_steps": "train num_train_epochs",
@@ -191,6 +193,24 @@ _PEFT_NAMES = {  # our field: PEFT's name in adapter_config.json
 def is_adapter_folder(path: str) -> bool:
     """Whether `path` is a local folder that PEFT saved an adapter to."""
     return os.path.isfile(os.path.join(os.path.expanduser(path), "adapter_config.json"))
+
+
+def adapter_settings(folder: str) -> dict:
+    """What an adapter folder says of itself, `base_model_name_or_path` among it.
+
+    Raises ValueError, naming the file, where it is damaged or names no base model.
+    """
+    path = os.path.join(os.path.expanduser(folder), "adapter_config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_name_or_path: {path} is no adapter configuration: {error}") from error
+    if not isinstance(saved, dict) or not saved.get("base_model_name_or_path"):
+        raise ValueError(
+            f"model_name_or_path: {path} names no base_model_name_or_path; write the base model's id there"
+        )
+    return saved
 
 
 def check(config: RecipeConfig) -> None:
@@ -227,6 +247,10 @@ def check(config: RecipeConfig) -> None:
             f"warmup_steps is {config.warmup_steps} and warmup_ratio is {config.warmup_ratio}: only one can count, "
             f"set the other to 0"
         )
+    if config.seed > _LARGEST_SEED:
+        raise ValueError(f"seed is {config.seed}: give {_LARGEST_SEED} or less")
+    if config.lora_target_modules == []:
+        raise ValueError("lora_target_modules is []: name modules, or leave it out for all linear layers but the head")
     generations = values.get("eval_generations", 0)  # not every recipe has it
     if generations < 0:
         raise ValueError(f"eval_generations is {generations}: give 0 or more")
@@ -253,9 +277,7 @@ def _check_adapter(config: RecipeConfig, values: dict) -> None:
     asked = {f.name: values[f.name] for f in dataclasses.fields(LoraFields) if values[f.name] != f.default}
     asked.pop("use_peft", None)
     if is_adapter_folder(config.model_name_or_path):
-        path = os.path.join(os.path.expanduser(config.model_name_or_path), "adapter_config.json")
-        with open(path, encoding="utf-8") as file:
-            saved = json.load(file)
+        saved = adapter_settings(config.model_name_or_path)
         for name, value in asked.items():
             own = saved.get(_PEFT_NAMES[name])
             same = set(own or ()) == set(value) if isinstance(value, list) else own == value

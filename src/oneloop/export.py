@@ -6,6 +6,7 @@ process into a temporary folder and renamed, never an empty placeholder or one r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +21,41 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from oneloop.config import RecipeConfig
+
+
+def check_output_dir(accelerator: Accelerator, config: RecipeConfig) -> None:
+    """Refuse, before anything is loaded, a folder that cannot be written or whose content the export would harm.
+
+    Collective. Raises ValueError on every rank.
+    """
+    folder = Path(config.output_dir)
+    error = ""
+    base = models.base_model_of(config)
+    if accelerator.is_main_process:
+        try:
+            for target in (folder / "model", folder / "merged"):
+                if (config.use_peft or base.adapter) and Path(base.name).expanduser().resolve() == target.resolve():
+                    error = (
+                        f"{target} is the base model of the adapter, and would be replaced. Give another output_dir."
+                    )
+                elif target.exists() and not (folder / "recipe.yaml").is_file():
+                    error = f"{target} exists, but is not of an earlier run. Move it, or give another output_dir."
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as failure:
+            error = f"cannot be written: {failure}"
+    error = _first_ranks(error)
+    if error:
+        raise ValueError(f"output_dir {config.output_dir!r}: {error}")
+
+
+def _set_aside(path: Path) -> None:
+    """Keep what an earlier run left under this name."""
+    if path.exists():
+        number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
+        os.replace(path, path.with_name(f"{path.name}.{number}"))
 
 
 def save(accelerator: Accelerator, model: torch.nn.Module, tokenizer, config: RecipeConfig) -> Path:
@@ -50,9 +86,10 @@ def save(accelerator: Accelerator, model: torch.nn.Module, tokenizer, config: Re
             error = f"could not write {temporary}: {failure!r}"
     tensors.clear()
     different = _differences(accelerator, model, temporary, wanted, dtype)
-    _raise_together(accelerator, error or different)
+    _raise_together(error or different)
     if accelerator.is_main_process:
-        shutil.rmtree(target, ignore_errors=True)
+        _set_aside(target)
+        _set_aside(target.with_name("merged"))  # of an earlier adapter; beside a new one it would pass for its own
         os.replace(temporary, target)
         print(f"exported: {target} ({'adapter' if is_adapter else 'model'}, {dtype}, {len(wanted)} tensors verified)")
     if config.merge_adapter:
@@ -155,10 +192,10 @@ def _difference(file, key: str, live: torch.Tensor) -> list[str]:
         written = file.get_tensor(key)
     except Exception as failure:  # as above
         return [f"{key} cannot be read: {failure!r}"]
+    if live.is_floating_point() and not bool(torch.isfinite(live).all()):
+        return [f"{key} holds values that are not finite: the training has diverged"]
     if written.shape != live.shape or written.dtype != live.dtype or not torch.equal(written, live):
         return [f"{key}: file has {tuple(written.shape)} {written.dtype}, live is {tuple(live.shape)} {live.dtype}"]
-    if live.is_floating_point() and not bool(torch.isfinite(live).all()):
-        return [f"{key} holds values that are not finite"]
     return []
 
 
@@ -171,13 +208,19 @@ def _in_file_format(module, tensors: dict[str, torch.Tensor]) -> dict[str, torch
     return revert_weight_conversion(module, tensors)
 
 
-def _raise_together(accelerator: Accelerator, error: str) -> None:
+def _raise_together(error: str) -> None:
+    error = _first_ranks(error)
+    if error:
+        raise RuntimeError(f"export: {error}")
+
+
+def _first_ranks(error: str) -> str:
+    """What the first rank has to say, on every rank."""
     from accelerate.utils import broadcast_object_list
 
     message = [error]
     broadcast_object_list(message, from_process=0)
-    if message[0]:
-        raise RuntimeError(f"export: {message[0]}")
+    return message[0]
 
 
 def _merge(accelerator: Accelerator, adapter: Path, config: RecipeConfig) -> None:
@@ -189,7 +232,7 @@ def _merge(accelerator: Accelerator, adapter: Path, config: RecipeConfig) -> Non
                 error = _merge_plain(adapter, config)
         except Exception as failure:  # the other ranks wait for word of it
             error = f"could not merge {adapter}: {failure!r}"
-    _raise_together(accelerator, error)
+    _raise_together(error)
 
 
 def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
@@ -216,7 +259,6 @@ def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
         problems += _difference(files[key], key, tensor) if key in files else [f"{key} is missing"]
     if problems:
         return f"{temporary} differs from the merged model: " + "; ".join(problems[:5])
-    shutil.rmtree(target, ignore_errors=True)
     os.replace(temporary, target)
     print(f"exported: {target} (merged model, {dtype}, {len(live)} tensors verified)")
     return ""

@@ -7,14 +7,16 @@ the dtype it computes in.
 
 from __future__ import annotations
 
+import difflib
 import functools
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from oneloop import config as config_module
 from oneloop import sharding
 from oneloop.data import chat
 
@@ -40,14 +42,11 @@ class BaseModel:
 def base_model_of(config: RecipeConfig) -> BaseModel:
     """What `model_name_or_path` stands for: a model, or an adapter folder, which names its base and its revision.
 
-    Raises ValueError for an adapter folder that does not name its base model.
+    Raises ValueError for an adapter folder that is damaged or does not name its base model.
     """
-    path = Path(config.model_name_or_path).expanduser() / "adapter_config.json"
-    if not path.is_file():
+    if not config_module.is_adapter_folder(config.model_name_or_path):
         return BaseModel(config.model_name_or_path, config.model_revision or "main", None)
-    saved = json.loads(path.read_text())
-    if not saved.get("base_model_name_or_path"):
-        raise ValueError(f"{path} names no base_model_name_or_path; write the base model's id there.")
+    saved = config_module.adapter_settings(config.model_name_or_path)
     revision = config.model_revision or saved.get("revision") or "main"
     return BaseModel(saved["base_model_name_or_path"], revision, config.model_name_or_path)
 
@@ -89,13 +88,20 @@ def load_model(
     trains_adapter = config.use_peft or base.adapter is not None
     start_dtype(config)  # read now, while the checkpoint is there: the export will ask for it
     compute_dtype = sharding.compute_dtype(accelerator)
-    model = _from_pretrained(
+    model, info = _from_pretrained(
         AutoModelForCausalLM,
         base.name,
         config,
         dtype=compute_dtype if trains_adapter else torch.float32,
         attn_implementation=config.attn_implementation,
+        output_loading_info=True,
     )
+    if info["missing_keys"]:
+        raise ValueError(
+            f"model_name_or_path: {base.name!r} lacks {', '.join(sorted(info['missing_keys'])[:3])} "
+            f"({len(info['missing_keys'])} in all), which would start from random values. Is a file missing, or is "
+            "this no causal language model?"
+        )
     model.config.use_cache = False  # of no use in training, and it would make attention ignore packing later
     align_for_generation(model, tokenizer)
     if trains_adapter:
@@ -118,32 +124,48 @@ def start_dtype(config: RecipeConfig) -> torch.dtype:
 def _stored_dtype(base: BaseModel, trust_remote_code: bool) -> torch.dtype:
     from transformers import AutoConfig
 
-    name = Path(base.name).expanduser() if Path(base.name).expanduser().exists() else base.name
-    dtype = AutoConfig.from_pretrained(name, revision=base.revision, trust_remote_code=trust_remote_code).dtype
+    dtype = _load(
+        AutoConfig.from_pretrained, base.name, revision=base.revision, trust_remote_code=trust_remote_code
+    ).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def _from_pretrained(auto_class, name: str, config: RecipeConfig, **kwargs):
+    return _load(
+        auto_class.from_pretrained,
+        name,
+        revision=base_model_of(config).revision,
+        trust_remote_code=config.trust_remote_code,
+        **kwargs,
+    )
+
+
+def _load(load: Callable, name: str, **kwargs):
+    """Call a library's loader for a hub id or folder. Raises ValueError naming the field for whatever it raises: a
+    damaged or foreign checkpoint shows as many kinds of errors as there are ways to be damaged."""
+    path = Path(name).expanduser()
+    if name.startswith(("/", ".", "~")) and not path.exists():
+        raise ValueError(f"model_name_or_path: there is no folder {name!r}.")
     try:
-        return auto_class.from_pretrained(
-            Path(name).expanduser() if Path(name).expanduser().exists() else name,
-            revision=base_model_of(config).revision,
-            trust_remote_code=config.trust_remote_code,
-            **kwargs,
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model_name_or_path: cannot load {name!r} ({auto_class.__name__}): {error}") from error
+        return load(path if path.exists() else name, **kwargs)
+    except ImportError as error:
+        raise ValueError(
+            f"attn_implementation or model_name_or_path needs a package that is missing: {error}"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"model_name_or_path: cannot load {name!r}: {type(error).__name__}: {error}") from error
 
 
 def _with_adapter(config: RecipeConfig, model, base: BaseModel):
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     # peft draws the adapter from the global generator; every strategy must start from the same values, however
     # many numbers the loading of the base model has used before.
     torch.manual_seed(config.seed)
     if base.adapter is not None:
-        model = PeftModel.from_pretrained(model, base.adapter, is_trainable=True)
+        model = _load(functools.partial(_continued, model), base.adapter)
     else:
+        _check_module_names(config, model)
         lora = LoraConfig(
             task_type="CAUSAL_LM",
             r=config.lora_r,
@@ -162,6 +184,47 @@ def _with_adapter(config: RecipeConfig, model, base: BaseModel):
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
+
+
+def _continued(model, folder: Path):
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    model = PeftModel.from_pretrained(model, folder, is_trainable=True)
+    with safe_open(Path(folder) / "adapter_model.safetensors", "pt") as file:
+        missing = set(get_peft_model_state_dict(model, save_embedding_layers=False)) - set(file.keys())
+    if missing:  # peft only warns, and these would start anew
+        raise ValueError(f"the adapter lacks {', '.join(sorted(missing)[:3])} ({len(missing)} in all)")
+    return model
+
+
+def _check_module_names(config: RecipeConfig, model) -> None:
+    """Refuse a name that fits no module: peft is content if any of a list does."""
+    names = [name for name, _ in model.named_modules()]
+    for field in ("lora_target_modules", "lora_modules_to_save"):
+        for wanted in getattr(config, field) or []:
+            if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+                near = difflib.get_close_matches(wanted, {name.rpartition(".")[2] for name in names}, n=2)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise ValueError(f"{field}: {wanted!r} is the name of no module of the model{hint}")
+
+
+def check_rows_fit(model, rows: list[dict], tokenizer) -> None:
+    """Refuse token ids and lengths that the model has no embedding for, before a kernel fails on them.
+
+    rows: with `input_ids` (T,) int. Raises ValueError.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    highest = max([tokenizer.pad_token_id] + [int(max(row["input_ids"])) for row in rows])
+    if highest >= size:
+        raise ValueError(
+            f"model_name_or_path: the tokenizer gives token id {highest}, but the model knows {size} tokens; the two "
+            "do not belong together."
+        )
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(row["input_ids"]) for row in rows)
+    if limit and longest > limit:
+        raise ValueError(f"max_length: a row has {longest} tokens, the model has {limit} positions; lower max_length.")
 
 
 def align_for_generation(model, tokenizer) -> None:

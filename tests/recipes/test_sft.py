@@ -315,6 +315,105 @@ def test_wrong_model_names_are_one_clear_error(tmp_path):
         runs.train(tmp_path, UNEVEN, global_batch_size=1, use_peft=True, lora_target_modules=["no_such_layer"])
 
 
+@pytest.mark.parametrize(
+    "changes,expected",
+    [
+        ({"use_peft": True, "lora_target_modules": ["q_proj", "vproj"]}, "lora_target_modules: 'vproj'.*did you mean"),
+        ({"use_peft": True, "lora_modules_to_save": ["lmhead"]}, "lora_modules_to_save: 'lmhead'"),
+        ({"max_steps": 4, "warmup_steps": 4}, "4 steps of warm-up in a run of 4"),
+        ({"attn_implementation": "no_such_kernel"}, "model_name_or_path: cannot load.*no_such_kernel"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, changes, expected):
+    with pytest.raises(ValueError, match=expected):
+        runs.train(tmp_path, UNEVEN, **{"global_batch_size": 4, "max_steps": 1} | changes)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def damage(folder: Path, kind: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    if kind == "cut off":
+        path.write_bytes(path.read_bytes()[:100])
+    elif kind == "pointer":
+        path.write_text("version of a pointer file\n")
+    elif kind == "no config":
+        (folder / "config.json").unlink()
+    elif kind == "no weights":
+        path.unlink()
+    else:
+        tensors = load_file(path)
+        del tensors["model.layers.1.self_attn.q_proj.weight"]
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["cut off", "pointer", "no config", "no weights", "a tensor is missing"])
+def test_damaged_checkpoint_is_one_clear_error(tmp_path, kind):
+    tiny.save(tmp_path / "tiny")
+    damage(tmp_path / "tiny", kind)
+    expected = "self_attn.q_proj.weight.*random values" if kind == "a tensor is missing" else "cannot load"
+    with pytest.raises(ValueError, match=f"model_name_or_path.*{expected}"):
+        runs.train(tmp_path, UNEVEN, global_batch_size=4, max_steps=1)
+
+
+def test_damaged_adapter_is_one_clear_error(tmp_path):  # C39
+    from safetensors.torch import load_file, save_file
+
+    first = runs.train(tmp_path / "first", UNEVEN, use_peft=True, lora_r=4, global_batch_size=4, max_steps=1)
+    path = first / "model" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, path, metadata={"format": "pt"})
+    options = {"model_name_or_path": str(first / "model"), "global_batch_size": 4, "max_steps": 1}
+    with pytest.raises(ValueError, match="model_name_or_path: cannot load.*the adapter lacks"):
+        runs.train(tmp_path / "second", UNEVEN, **options)
+    settings = first / "model" / "adapter_config.json"
+    settings.write_text(settings.read_text()[:20])
+    with pytest.raises(ValueError, match="adapter_config.json is no adapter configuration"):
+        runs.train(tmp_path / "third", UNEVEN, **options)
+
+
+def test_tokenizer_of_another_model_is_refused(tmp_path):
+    tiny.save(tmp_path / "tiny")
+    tiny.tiny_model(300).save_pretrained(tmp_path / "tiny")
+    with pytest.raises(ValueError, match="the model knows 300 tokens"):
+        runs.train(tmp_path, UNEVEN, global_batch_size=4, max_steps=1)
+
+
+def test_export_never_replaces_what_it_needs_or_did_not_write(tmp_path):
+    options = {"global_batch_size": 4, "max_steps": 1}
+    out = runs.train(tmp_path, UNEVEN, **options)
+    base = digest(out / "model")
+    with pytest.raises(ValueError, match="output_dir.*is the base model of the adapter"):
+        runs.train(tmp_path, UNEVEN, use_peft=True, model_name_or_path=str(out / "model"), **options)
+    assert digest(out / "model") == base
+    runs.train(tmp_path, UNEVEN, seed=7, **options)
+    assert digest(out / "model.1") == base, "the earlier export is kept under another name"
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    with pytest.raises(ValueError, match="output_dir.*not of an earlier run"):
+        runs.train(tmp_path, UNEVEN, output_dir=str(tmp_path / "mine"), **options)
+
+
+def test_merged_model_of_an_earlier_adapter_does_not_stay(tmp_path):
+    options = {"global_batch_size": 4, "max_steps": 1, "use_peft": True}
+    out = runs.train(tmp_path, UNEVEN, merge_adapter=True, **options)
+    runs.train(tmp_path, UNEVEN, seed=7, **options)
+    assert not (out / "merged").exists() and (out / "merged.1").is_dir()
+
+
+def test_output_folder_that_cannot_be_written_is_found_first(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/below", "x" * 300):
+        with pytest.raises(ValueError, match="output_dir.*cannot be written"):
+            runs.train(tmp_path, UNEVEN, output_dir=str(tmp_path / name), global_batch_size=4, max_steps=1)
+
+
+def test_diverged_training_is_called_so(tmp_path):
+    with pytest.raises(RuntimeError, match="not finite: the training has diverged"):
+        runs.train(tmp_path, UNEVEN, global_batch_size=4, max_steps=3, learning_rate=1e38)
+
+
 @pytest.mark.skipif(not runs.SHARED_CASES.is_dir(), reason="the folder of reported faults is not beside this checkout")
 def test_reported_files_train(tmp_path):
     for name in (

@@ -279,7 +279,13 @@ def test_a_refused_value_is_traced_to_its_place(tmp_path, capsys):
 
 
 def test_an_adapter_folder_brings_its_own_settings(tmp_path):
-    adapter = {"r": 8, "lora_alpha": 32, "target_modules": ["v_proj", "q_proj"], "modules_to_save": None}
+    adapter = {
+        "base_model_name_or_path": "b",
+        "r": 8,
+        "lora_alpha": 32,
+        "target_modules": ["v_proj", "q_proj"],
+        "modules_to_save": None,
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     named = NAMED | {"model_name_or_path": str(tmp_path)}
     config.RecipeConfig(**named, merge_adapter=True, lora_r=8, lora_target_modules=["q_proj", "v_proj"])

@@ -115,6 +115,21 @@ def test_contradictions_name_both_places(monkeypatch, tmp_path, own, expected):
     assert "ds.json" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "content,expected",
+    [
+        ([], "the file is \\[\\]"),
+        ({"zero_optimization": True}, "zero_optimization is True"),
+        ({"zero_optimization": {"stage": 4}}, "stage is 4: give 0 to 3"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer is 'cpu'"),
+        ({"zero_optimization": {"stage": 2}, "bf16": True}, "bf16 is True"),
+    ],
+)
+def test_misshapen_json_is_named(monkeypatch, tmp_path, content, expected):
+    with pytest.raises(ValueError, match=f"ds.json.*{expected}"):
+        with_json(monkeypatch, tmp_path, content)
+
+
 def test_unreadable_json_is_named(monkeypatch, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text("{not json")

@@ -103,7 +103,14 @@ class TrainLoader:
     def progress_from_start(self, config: RecipeConfig) -> sampling.Progress:
         """The beginning of a run over these rows, with its length."""
         per_epoch = schedule.steps_per_epoch(len(self.rows), self.global_batch_size)
-        return sampling.Progress(total_steps=schedule.total_steps(config.max_steps, config.num_train_epochs, per_epoch))
+        total_steps = schedule.total_steps(config.max_steps, config.num_train_epochs, per_epoch)
+        warmup_steps = schedule.warmup_steps(config, total_steps)
+        if warmup_steps >= total_steps:
+            raise ValueError(
+                f"warmup_steps / warmup_ratio make {warmup_steps} steps of warm-up in a run of {total_steps}: the "
+                "learning rate would never be reached. Shorten the warm-up or train longer."
+            )
+        return sampling.Progress(total_steps=total_steps)
 
     def steps(self, progress: sampling.Progress) -> Iterator[list[Batch]]:
         """From `progress` on until its `total_steps`: the list of this rank's micro-batches of each step.

@@ -77,7 +77,10 @@ def _compare_with_launcher(source: str, wanted: dict, strategy: str, world_size:
 def _zero_stage() -> int:
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if path == "none":
-        return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        if stage not in ("0", "1", "2", "3"):
+            raise ValueError(f"zero_stage: {stage} in the Accelerate configuration: give 0 to 3")
+        return int(stage)
     return int(read_deepspeed_json(path).get("zero_optimization", {}).get("stage", 0))
 
 
@@ -90,8 +93,20 @@ def _offloads(what: str) -> bool:
 
 
 def read_deepspeed_json(path: str) -> dict:
+    """The user's own DeepSpeed configuration. Raises ValueError, naming file and key, where its shape is wrong."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
-            return json.load(file)
+            content = json.load(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"deepspeed_config_file: cannot read {path!r}: {error}") from error
+    zero = content.get("zero_optimization", {}) if isinstance(content, dict) else {}
+    inner = zero if isinstance(zero, dict) else {}
+    sections = {"the file": content, "zero_optimization": zero}
+    sections |= {key: content.get(key, {}) for key in ("bf16", "fp16") if isinstance(content, dict)}
+    sections |= {key: inner.get(key) or {} for key in ("offload_optimizer", "offload_param")}
+    for key, section in sections.items():
+        if not isinstance(section, dict):
+            raise ValueError(f"deepspeed_config_file {path!r}: {key} is {section!r}, but must be a JSON object")
+    if inner.get("stage", 0) not in (0, 1, 2, 3):
+        raise ValueError(f"deepspeed_config_file {path!r}: zero_optimization.stage is {inner['stage']!r}: give 0 to 3")
+    return content
