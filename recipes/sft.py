@@ -74,7 +74,8 @@ def load_rows(config, accelerator, tokenizer, source, split, for_evaluation=Fals
             row |= data.prompts.prompt_and_reply(tokenizer, example)
         return data.loaders.compact(row)
 
-    rows, report = data.rows.collect(source, split, encode, config.on_bad_row)
+    field = "eval_dataset_name" if for_evaluation else "dataset_name"
+    rows, report = data.rows.collect(source, split, encode, config.on_bad_row, field=field)
     accelerator.print(f"data: {source}: {report}")
     return rows
 

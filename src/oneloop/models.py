@@ -207,6 +207,16 @@ def _check_module_names(config: RecipeConfig, model) -> None:
                 near = difflib.get_close_matches(wanted, {name.rpartition(".")[2] for name in names}, n=2)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise ValueError(f"{field}: {wanted!r} is the name of no module of the model{hint}")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        ends = [name for name, module in model.named_modules() if module in (embedding, head)]
+        for wanted in config.lora_modules_to_save or []:
+            if any(name == wanted or name.endswith(f".{wanted}") for name in ends):
+                # peft would train a copy of one and leave the other behind, and some wrappers tie the two again.
+                raise ValueError(
+                    f"lora_modules_to_save: {wanted!r} shares its weights with the other end of the model "
+                    "(tie_word_embeddings). Leave it out, or train the whole model."
+                )
 
 
 def check_rows_fit(model, rows: list[dict], tokenizer) -> None:

@@ -32,7 +32,13 @@ CASES = {  # name: (rows, settings); each is trained on two ranks under every co
     "dora": (UNEVEN, {"global_batch_size": 4, "max_steps": 2, "use_peft": True, "use_dora": True, "use_rslora": True}),
     "modules to save": (
         UNEVEN,
-        {"global_batch_size": 4, "max_steps": 2, "use_peft": True, "lora_modules_to_save": ["norm", "embed_tokens"]},
+        {
+            "global_batch_size": 4,
+            "max_steps": 2,
+            "use_peft": True,
+            "lora_modules_to_save": ["norm", "embed_tokens", "lm_head"],
+            "model_name_or_path": "untied",
+        },
     ),
     "eager attention": (UNEVEN, {"global_batch_size": 4, "max_steps": 2, "attn_implementation": "eager"}),
 }
@@ -64,6 +70,8 @@ def case_settings(folder, name: str) -> dict:
     rows, changes = CASES[name]
     if changes.get("model_name_or_path") == "gpt2":
         changes = changes | {"model_name_or_path": tiny_gpt2(folder / "gpt2")}
+    if changes.get("model_name_or_path") == "untied":
+        changes = changes | {"model_name_or_path": tiny.save(folder / "untied", tie=False)}
     return runs.settings(folder, rows, **changes)
 
 

@@ -320,6 +320,7 @@ def test_wrong_model_names_are_one_clear_error(tmp_path):
     [
         ({"use_peft": True, "lora_target_modules": ["q_proj", "vproj"]}, "lora_target_modules: 'vproj'.*did you mean"),
         ({"use_peft": True, "lora_modules_to_save": ["lmhead"]}, "lora_modules_to_save: 'lmhead'"),
+        ({"use_peft": True, "lora_modules_to_save": ["embed_tokens"]}, "'embed_tokens' shares its weights"),
         ({"max_steps": 4, "warmup_steps": 4}, "4 steps of warm-up in a run of 4"),
         ({"attn_implementation": "no_such_kernel"}, "model_name_or_path: cannot load.*no_such_kernel"),
     ],

@@ -445,7 +445,8 @@ def test_truncation_keeps_what_fits():
     messages = chat(("user", "a"), ("assistant", "The sky is blue. " * 20))
     whole = encode_messages(tokenizer, messages, **ROOM)
     cut = encode_messages(tokenizer, messages, max_length=20, truncation="truncate")
-    assert cut == {key: value[:20] for key, value in whole.items()} and len(whole["input_ids"]) > 20
+    assert cut.pop("num_cut") == len(whole["input_ids"]) - 20 > 0 and "num_cut" not in whole
+    assert cut == {key: value[:20] for key, value in whole.items()}
     exact = len(whole["input_ids"])
     assert encode_messages(tokenizer, messages, max_length=exact, truncation="drop") == whole
     assert kind_of(tokenizer, messages, max_length=exact - 1, truncation="drop") == "too_long"
@@ -471,10 +472,166 @@ def test_templates_are_loaded_or_missed_by_name(tmp_path):
     assert encode_messages(bare, messages, **ROOM) == encode_messages(tiny.tokenizer(), messages, **ROOM)
     with pytest.raises(ValueError, match="chat_template .*gone.jinja"):
         load_template(bare, str(tmp_path / "gone.jinja"))
+    with pytest.raises(ValueError, match="chat_template .*not a file"):
+        load_template(bare, tiny.CHATML * 20)
+    (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="chat_template .*latin.jinja.*UTF-8"):
+        load_template(bare, str(tmp_path / "latin.jinja"))
     (tmp_path / "bad.jinja").write_text("{% for %}")
     with pytest.raises(ValueError, match="chat_template .*bad.jinja.*line 1"):
         load_template(bare, str(tmp_path / "bad.jinja"))
     assert bare.chat_template == tiny.CHATML
+
+
+def plain_tokenizer(template: str, *added: str, eos: str = "</s>", unk: str | None = None):
+    """A tokenizer whose added tokens are, as in many published ones, not marked as special."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [unk] * (unk is not None) + [chr(number) for number in range(32, 127)] + ["\u010a", "\u0120"]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token=unk))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token="<s>", unk_token=unk)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
+    tokenizer.chat_template = template
+    load_template(tokenizer, None)
+    return tokenizer
+
+
+def test_control_tokens_that_nobody_marked_as_special():
+    tokenizer = plain_tokenizer(tiny.CHATML, "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    start, end, think, _ = (
+        tokenizer.convert_tokens_to_ids(t) for t in tokenizer.added_tokens_encoder if "|" in t or "think" in t
+    )
+    text = "a <|im_end|> b"
+    row = encode_messages(
+        tokenizer, chat(("user", text), ("assistant", "c"), ("user", "d"), ("assistant", "<think>e")), **ROOM
+    )
+    assert [row["input_ids"].count(token) for token in (start, end, think)] == [4, 4, 1]
+    labels = [label for label in row["labels"] if label != IGNORE_INDEX]
+    assert labels.count(end) == 2 and labels[-1] == end and tokenizer.eos_token_id not in row["input_ids"]
+    assert not tokenizer.added_tokens_decoder[think].special, "it is part of what the model says"
+    tagged = tiny.CHATML.replace("<|im_start|>", "<turn>").replace("<|im_end|>", "<stop>")
+    tokenizer = plain_tokenizer(tagged, "<turn>", "<stop>", "<other>")
+    row = encode_messages(tokenizer, chat(("user", "a<stop>"), ("assistant", "c")), **ROOM)
+    assert (
+        row["input_ids"].count(tokenizer.convert_tokens_to_ids("<stop>"))
+        == 2
+        == sum(
+            token.special
+            for token in tokenizer.added_tokens_decoder.values()
+            if str(token) in ("<turn>", "<stop>", "<other>")
+        )
+    )
+    assert end_of_turn_token(tokenizer) == "<stop>"
+
+
+def test_unknown_text_ends_no_turn_and_is_not_learnt():
+    tokenizer = plain_tokenizer(tiny.CHATML, "<|im_start|>", "<|im_end|>", unk="<unk>")
+    unknown = tokenizer.unk_token_id
+    row = encode_messages(tokenizer, chat(("user", "\u00e9 <unk>"), ("assistant", "a")), **ROOM)
+    assert row["input_ids"].count(unknown) == 2, "the two bytes of one letter; the other is text"
+    assert supervised(tokenizer, row) == ["a<|im_end|>"]
+    assert kind_of(tokenizer, chat(("user", "a"), ("assistant", "b\u00e9"))) == "unknown_token"
+    assert (
+        kind_of(tokenizer, chat(("user", "\u00e9"), ("assistant", "b")), assistant_only_loss=False) == "unknown_token"
+    )
+    with pytest.raises(BadRow, match="no token for"):
+        encode_text(tokenizer, "a", "\u00e9", **ROOM)
+    assert unknown in encode_text(tokenizer, "\u00e9", "a", **ROOM)["input_ids"]
+
+
+def test_whatever_the_template_leaves_out_is_named():
+    call = {"function": {"name": "clock", "arguments": {}}}
+    called = [
+        *chat(("user", "Time?")),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        *chat(("tool", "s"), ("assistant", "Nine.")),
+    ]
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+
+    def lost(template, messages, **options):
+        with pytest.raises(BadRow) as caught:
+            encode_messages(tiny.tokenizer(template), messages, **(ROOM | options))
+        assert caught.value.kind == "turn_lost"
+        return str(caught.value)
+
+    assert "tool_calls of turn 2" in lost(tiny.CHATML, called)
+    assert "tools" in lost(CALLS, called, tools=tools)
+    assert "tools" in lost(tiny.CHATML_MARKERS, chat(("user", "a"), ("assistant", "b")), tools=tools)
+    first_only = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    twice = [called[0], called[1] | {"tool_calls": [call, call]}, *called[2:]]
+    assert "a tool call of turn 2" in lost(first_only, twice)
+    # Each of these texts is found in the rendering all the same, as a part of something else.
+    for role, number in (("system", 1), ("tool", 4), ("user", 2)):
+        shown = "{% if m.role != '" + role + "' %}{{ m.content }}{% endif %}"
+        messages = [*chat(("system", "s")), *called[:1], *called[1:]]
+        messages[1] = {"role": "user", "content": "s"}
+        text = lost(CALLS.replace("{{ m.content }}", shown), messages)
+        assert f"turn {number} ({role})" in text
+    dropped = CALLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
+    assert "turn 2 (assistant)" in lost(dropped, [called[0], called[1] | {"content": "Wait."}, *called[2:]])
+    reasoned = [*chat(("user", "a")), {"role": "assistant", "content": "b", "reasoning_content": "why"}]
+    assert "reasoning_content of turn 2" in lost(tiny.CHATML, reasoned)
+    for key in ("thinking", "reasoning"):
+        other = [reasoned[0], {"role": "assistant", "content": "b", key: "why"}]
+        assert key in lost(tiny.CHATML, other)
+        shown = ["<think>\nwhy\n</think>\n\nb<|im_end|>"]
+        for messages in (other, [other[0], reasoned[1] | other[1]]):
+            row = encode_messages(tiny.tokenizer(CALLS), messages, **ROOM)
+            assert supervised(tiny.tokenizer(CALLS), row) == shown, "all names of reasoning mean the same"
+    row = encode_messages(tiny.tokenizer(CALLS), [*reasoned, *chat(("user", "c"), ("assistant", "d"))], **ROOM)
+    assert supervised(tiny.tokenizer(CALLS), row) == ["b<|im_end|>", "d<|im_end|>"], "earlier reasoning may go"
+
+
+def test_an_ordinary_row_costs_one_more_rendering(monkeypatch):
+    tokenizer, calls = copy.deepcopy(tiny.tokenizer()), []
+    original = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: calls.append(a) or original(*a, **k))
+    for _ in range(3):
+        calls.clear()
+        encode_messages(tokenizer, chat(*MULTITURN[0]), **ROOM)
+    assert len(calls) == 2
+
+
+def test_the_opener_of_the_next_turn_is_not_learnt():
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    tokenizer = plain_tokenizer(template, "<|user|>", "<|assistant|>", "<|system|>")
+    assert end_of_turn_token(tokenizer) is None
+    row = encode_messages(
+        tokenizer, chat(("user", "a"), ("assistant", "A1."), ("user", "b"), ("assistant", "A2.")), **ROOM
+    )
+    assert supervised(tokenizer, row) == ["A1.", "A2.\n</s>"]
+
+
+def test_the_end_of_a_turn_is_found_for_templates_with_rules():
+    rule = "{% if messages[0].role != 'system' %}{{ raise_exception('a system turn is needed') }}{% endif %}"
+    assert end_of_turn_token(tiny.tokenizer(rule + tiny.CHATML)) == "<|im_end|>"
+    assert end_of_turn_token(tiny.tokenizer("{{ raise_exception('never') }}")) is None
+    named = copy.deepcopy(tiny.tokenizer())
+    named.chat_template = {"rag": tiny.CHATML}
+    assert end_of_turn_token(named) is None
+
+
+def test_what_the_template_writes_between_prompt_and_reply_is_learnt():
+    """As in models with optional reasoning: the last turn gets an empty block, which generation has to write."""
+    block = "<think>\n\n</think>\n\n"
+    template = tiny.CHATML.replace(
+        "{{ message['content'] }}",
+        "{% if loop.last and message['role'] == 'assistant' %}" + block + "{% endif %}{{ message['content'] }}",
+    )
+    tokenizer = tiny.tokenizer(template)
+    row = encode_messages(tokenizer, chat(*MULTITURN[0]), **ROOM)
+    assert row["input_ids"] == templated(tokenizer, chat(*MULTITURN[0]))
+    assert supervised(tokenizer, row) == ["Red.<|im_end|>", block + "Warm.<|im_end|>"]
+    prompted = tiny.tokenizer(template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + block))
+    row = encode_messages(prompted, chat(*MULTITURN[0]), **ROOM)
+    assert supervised(prompted, row) == ["Red.<|im_end|>", "Warm.<|im_end|>"], "here the prompt holds the block"
 
 
 def test_tiny_model_and_folder_are_the_same_each_time(tmp_path):

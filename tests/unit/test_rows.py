@@ -338,6 +338,24 @@ def test_forms_of_rows():
         ({"messages": turns("a")}, "no_reply"),
         ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}]}, "no_reply"),
         ({"messages": [{"role": "system", "content": "x"}, *turns("a", "b")], "system": "y"}, "two_systems"),
+        *[
+            ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": weight}]}, "bad_weight")
+            for weight in ("0", "1", 0.5, -1, 2, [0])
+        ],
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": "0"}]},
+            "bad_weight",
+        ),
+        ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "train": False}]}, "unsupported_field"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "loss": 0}]},
+            "unsupported_field",
+        ),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "unsupported_field"),
+        ({"messages": turns("a", "b"), "images": ["a.png"]}, "unsupported_field"),
+        ({"instruction": "a", "output": ["b", "c"]}, "not_text"),
+        ({"instruction": ["a", "b"], "output": "c"}, "not_text"),
+        ({"messages": turns("a", "b"), "system": ["c", "d"]}, "not_text"),
         ({"prompt": "a", "completion": " "}, "empty_reply"),
         ({"prompt": "a", "completion": turns("a", "b")}, "mixed_forms"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "system_on_raw_text"),
@@ -345,6 +363,67 @@ def test_forms_of_rows():
 )
 def test_rows_that_cannot_be_used_have_a_name(row, kind):
     assert kind_of(row) == kind
+
+
+def test_weights_of_zero_and_one_and_empty_columns_are_taken():
+    for weight in (0, 1, 0.0, 1.0, True):
+        messages = [*turns("a"), {"role": "assistant", "content": "b", "weight": weight}, *turns("c", "d")]
+        assert normalise({"messages": messages, "images": []})["messages"][1]["weight"] == weight
+    assert len(normalise({"instruction": "a", "output": "b", "history": []})["messages"]) == 2
+
+
+def test_the_report_tells_what_was_cut_and_which_columns_were_ignored(tmp_path):
+    rows = [{"prompt": "p", "completion": str(number), "source": "s", "id": number} for number in range(3)]
+    rows.append({"messages": turns("a", "b"), "prompt": None, "tools": []})
+    path = write(tmp_path, "a.jsonl", rows)
+
+    def encode(row):
+        return {"input_ids": [1]} | ({"num_cut": int(row["completion"])} if row.get("completion", "0") != "0" else {})
+
+    kept, report = collect(path, "train", encode, "stop")
+    assert kept == [{"input_ids": [1]}] * 4 and (report.num_cut, report.tokens_cut) == (2, 3)
+    assert str(report) == "read 4, kept 4; cut to max_length: 2 rows (3 tokens); ignored columns: id, source"
+    report = collect(write(tmp_path, "b.jsonl", rows[1:2]), "train", encode, "stop")[1]
+    assert "; cut to max_length: 1 row (1 tokens)" in str(report)
+
+
+def test_faults_of_files_are_errors_that_name_the_file(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    assert len(list(read(write(tmp_path, "upper/A.JSONL", GOOD), "train"))) == 1
+    assert len(list(read(str(tmp_path / "upper"), "train"))) == 1
+    (tmp_path / "upper" / "folder.jsonl").mkdir()
+    assert len(list(read(str(tmp_path / "upper"), "train"))) == 1
+    (tmp_path / "upper" / "gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ValueError, match="gone.jsonl"):
+        list(read(str(tmp_path / "upper"), "train"))
+    with pytest.raises(ValueError, match="gone.jsonl"):
+        list(read(str(tmp_path / "upper" / "gone.jsonl"), "train"))
+    with pytest.raises(ValueError, match="dataset_name .*xxx"):
+        read("x" * 5000 + ".jsonl", "train")
+    pq.write_table(pa.table({"prompt": ["a" * 3000] * 50, "completion": ["b"] * 50}), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    damaged = write(tmp_path, "b.parquet", b"PAR1" + b"\xff" * 60 + whole[64:])
+    with pytest.raises(ValueError, match="b.parquet"):
+        list(read(damaged, "train"))
+    with pytest.raises(ValueError, match="c.csv"):
+        list(read(write(tmp_path, "c.csv", b'"prompt,completion\na,b\n'), "train"))
+    number = b'{"messages": ' + b"9" * 5000 + b"}"
+    for name, content in (("n.jsonl", GOOD + b"\n" + number), ("n.json", b"[" + GOOD + b"," + number + b"]")):
+        rows = list(read(write(tmp_path, name, content), "train"))
+        assert [getattr(row, "kind", None) for _, row in rows] == [None, "bad_json"]
+
+
+def test_errors_name_the_field_of_the_source(tmp_path):
+    bad, field = write(tmp_path, "bad.jsonl", b"{"), {"field": "eval_dataset_name"}
+    (tmp_path / "empty").mkdir()
+    for source in (str(tmp_path / "gone.jsonl"), str(tmp_path / "empty"), write(tmp_path, "blank.jsonl", b"\n")):
+        with pytest.raises(ValueError, match="^eval_dataset_name"):
+            read(source, "train", **field)
+    for policy in ("stop", "skip"):
+        with pytest.raises(ValueError, match="^eval_dataset_name"):
+            collect(bad, "train", dict, policy, **field)
 
 
 def test_collect_counts_and_decides(tmp_path):

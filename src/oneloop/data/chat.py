@@ -7,40 +7,79 @@ turns cannot be placed is refused; it is never trained on everything or on nothi
 """
 
 import re
+from functools import lru_cache
 from operator import contains
 from pathlib import Path
 from typing import Any
 
-from oneloop.data.rows import BadRow
+from oneloop.data.files import BadRow
+from oneloop.data.spans import (
+    Span,
+    assistant_spans,
+    is_closed,
+    marks_for,
+    refuse_lost_parts,
+    render,
+    render_or_none,
+    toy_conversations,
+)
 
 IGNORE_INDEX = -100
-# Keys that do not show in a turn's text beside its content; any other (reasoning, tool calls) is part of the reply.
-PLAIN_KEYS = {"role", "content", "name"}
-
-Span = tuple[int, int]
+LOOKS_LIKE_CONTROL = re.compile(r"<\|.+\|>|<\uff5c.+\uff5c>")
 Token = tuple[int, int, int]  # id, start, end
 
 
 def load_template(tokenizer, path: str | None) -> None:
-    """Set the tokenizer's chat template from a Jinja file; `None` keeps the tokenizer's own.
+    """Set the tokenizer's chat template from a Jinja file, `None` keeps its own; then mark the control tokens.
 
     Raises ValueError, naming `chat_template`, when the file cannot be read or is no valid template.
     """
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    if path is None:
-        return
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"chat_template {path!r} is not a file: give the path of a Jinja template")
-    template = file.read_text(encoding="utf-8")
-    try:
-        # No conversation is rendered: this only compiles, since any made-up one may be against the template's rules.
-        render_jinja_template([], chat_template=template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"chat_template {path!r}, line {error.lineno}: {error.message}") from error
-    tokenizer.chat_template = template
+    if path is not None:
+        file = Path(path)
+        try:
+            template = file.expanduser().read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"chat_template {path!r} is not UTF-8 ({error}): save the file as UTF-8") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            shown = path if len(path) < 200 else path[:200] + "..."
+            raise ValueError(
+                f"chat_template {shown!r} is not a file that can be read ({reason}): give the path of a Jinja template"
+            ) from error
+        try:
+            # No conversation is rendered: this only compiles, since any made-up one may be against its rules.
+            render_jinja_template([], chat_template=template)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat_template {path!r}, line {error.lineno}: {error.message}") from error
+        tokenizer.chat_template = template
+    mark_control_tokens(tokenizer)
+
+
+def mark_control_tokens(tokenizer) -> None:
+    """Make the added tokens that structure a conversation special, where the tokenizer's author forgot to.
+
+    Only a special token can be told from the same words in a message. Such tokens are those that look like one
+    (`<|...|>`), and those the template itself writes around plain turns. Paired tags (`<think>`, `</think>`) are left:
+    they are part of what the model says, and would disappear from decoded replies.
+    """
+    from tokenizers import AddedToken
+
+    added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+    chats = [[*turns, turns[-2]] for turns in toy_conversations("a")] if tokenizer.chat_template else []
+    shown = next(filter(None, (render_or_none(tokenizer, turns, None) for turns in chats)), "")
+    found = []
+    for text, token in added.items():
+        paired = {text.replace("<", "</", 1), text.replace("</", "<", 1)} - {text} & set(added)
+        written = re.fullmatch(r"<.+>|\[.+\]", text) and text in shown and not paired
+        if not token.special and (LOOKS_LIKE_CONTROL.fullmatch(text) or written):
+            rules = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+            found.append(AddedToken(text, special=True, normalized=False, **rules))
+    if found:
+        tokenizer.add_tokens(found, special_tokens=True)
+        _end_of_turn.cache_clear()
 
 
 def encode_messages(
@@ -53,7 +92,7 @@ def encode_messages(
     max_length: int,
     truncation: str,
 ) -> dict[str, list[int]]:
-    """Return `{"input_ids": (T,), "labels": (T,)}` of a conversation as `normalise` returns it.
+    """Return `{"input_ids": (T,), "labels": (T,)}` of a conversation as `normalise` returns it, and `num_cut` if cut.
 
     The ids are those of `apply_chat_template(messages, tokenize=True)`, with two stated differences: an end token is
     added when the template closes the last assistant turn with none, and under `split_special_tokens` the text of a
@@ -70,19 +109,21 @@ def encode_messages(
     weights = [m.get("weight", 1) for m in messages if m["role"] == "assistant"]
     messages = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
     text = render(tokenizer, messages, tools)
-    for number, message in enumerate(messages, start=1):
-        if message["role"] in ("system", "developer", "user") and message["content"].strip() not in text:
-            raise BadRow("turn_lost", f"the chat template leaves out turn {number} ({message['role']})")
+    marked = refuse_lost_parts(tokenizer, text, messages, tools)
     tokens, controls = _tokenise(tokenizer, text, messages, tools, split_special_tokens)
 
     # An end token is the tokenizer's own only where the template writes none; never two.
-    unclosed = messages[-1]["role"] == "assistant" and not _is_closed(text, (0, len(text)), controls)
+    unclosed = messages[-1]["role"] == "assistant" and not is_closed(text, (0, len(text)), controls)
     input_ids = [token for token, *_ in tokens]
     if not assistant_only_loss:
+        _refuse_unknown(tokenizer, text, tokens, input_ids)
         input_ids += [_eos_id(tokenizer)] * unclosed
         return _cut(input_ids, list(input_ids), max_length, truncation)
 
-    spans = _assistant_spans(tokenizer, text, messages, tools, controls)
+    # Behind a reply may stand the token that opens the next turn: only one known to end turns is learnt.
+    names = {end_of_turn_token(tokenizer), tokenizer.eos_token}
+    ends = [(start, end) for start, end in controls if text[start:end].strip() in names]
+    spans = assistant_spans(tokenizer, text, messages, tools, ends, marked)
     if len(spans) != len(weights) and not all(weights):
         raise BadRow("template_unclear", "the template's generation markers do not match the turns that have `weight`")
     if unclosed:
@@ -91,6 +132,7 @@ def encode_messages(
     if not all(weights):
         spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
     labels = _labels(tokens, spans)
+    _refuse_unknown(tokenizer, text, tokens, labels)
     if unclosed:
         input_ids.append(_eos_id(tokenizer))
         labels.append(input_ids[-1] if weights[-1] else IGNORE_INDEX)
@@ -121,7 +163,9 @@ def encode_text(
     input_ids = list(encoding["input_ids"])
     from_text = [sequence is not None for sequence in encoding.sequence_ids(0)]
     text_tokens = [token for token, inside in zip(_tokens(encoding, text), from_text, strict=True) if inside]
-    text_labels = iter(_labels(text_tokens, [(len(prompt), len(text))]))
+    text_labels = _labels(text_tokens, [(len(prompt), len(text))])
+    _refuse_unknown(tokenizer, text, text_tokens, text_labels if assistant_only_loss else [t for t, *_ in text_tokens])
+    text_labels = iter(text_labels)
     # Tokens that the tokenizer adds by itself have no place in the text; only an end token among them is a target.
     labels = [next(text_labels) if inside else IGNORE_INDEX for inside in from_text]
     if not input_ids or input_ids[-1] != eos:
@@ -133,14 +177,25 @@ def encode_text(
 def end_of_turn_token(tokenizer) -> str | None:
     """Return the special token with which the template closes an assistant turn, or None if it writes none.
 
+    None as well where the template refuses each conversation made up to find out.
+
     It is where generation must stop; it often differs from `tokenizer.eos_token`.
     """
+    return _end_of_turn(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token, tokenizer.bos_token)
+
+
+@lru_cache(maxsize=8)
+def _end_of_turn(tokenizer, template: str, eos: str | None, bos: str | None) -> str | None:
+    # Asked for each row; all but the tokenizer are here for the cache.
     if not tokenizer.chat_template:
         return None
-    mark = _marks("", 1)[0]
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-    rest = render(tokenizer, turns, None).partition(mark)[2].lstrip()
-    return next((token for token in _closing_tokens(tokenizer) if rest.startswith(token)), None)
+    mark = marks_for("", 1)[0]
+    for turns in toy_conversations(mark):
+        rendering = render_or_none(tokenizer, turns, None)
+        if rendering is not None:
+            rest = rendering.partition(mark)[2].lstrip()
+            return next((token for token in _closing_tokens(tokenizer) if rest.startswith(token)), None)
+    return None
 
 
 def _check_tokenizer(tokenizer) -> None:
@@ -152,19 +207,6 @@ def _eos_id(tokenizer) -> int:
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos_token, so a row cannot be ended: set one in its configuration")
     return tokenizer.eos_token_id
-
-
-def render(tokenizer, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
-    import jinja2
-
-    try:
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return tokenizer.apply_chat_template(messages, tools=tools, **options)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is not valid, line {error.lineno}: {error.message}") from error
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        # Its own exception, or a Python fault in an expression that was not written for such a row.
-        raise BadRow("template_refused", f"the chat template refuses the row: {error}") from error
 
 
 def _tokens(encoding, text: str) -> list[Token]:
@@ -180,8 +222,9 @@ def _tokens(encoding, text: str) -> list[Token]:
 
 
 def _control_tokens(tokenizer) -> dict[str, int]:
-    """Return text and id of the special tokens, longest first, since a regular expression takes the first that fits."""
-    found = {str(token): id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    """Return text and id of the control tokens, longest first, since a regular expression takes the first that fits."""
+    added = {str(token): (id_, token.special) for id_, token in tokenizer.added_tokens_decoder.items()}
+    found = {text: id_ for text, (id_, special) in added.items() if special or LOOKS_LIKE_CONTROL.fullmatch(text)}
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
@@ -209,15 +252,20 @@ def _tokenise(tokenizer, text: str, messages: list, tools: list | None, split: b
         if len(blank) != len(text) or not all(map(contains, expected, blank)):
             raise BadRow("template_unclear", "the template treats text that spells a control token in a way of its own")
     tokens = encode(blank)
-    control_ids, closing = set(controls.values()), set(_closing_tokens(tokenizer).values())
-    places = [(start, end) for token, start, end in tokens if token in closing]
+    # A token for unknown text has an id of this kind, and is no control token unless its own name stands there.
+    names = {id_: name for name, id_ in controls.items()}
+    is_control = [blank[start:end].strip() == names.get(token) for token, start, end in tokens]
+    closing = set(_closing_tokens(tokenizer).values())
+    places = [
+        (start, end) for (token, start, end), is_ in zip(tokens, is_control, strict=True) if is_ and token in closing
+    ]
     if blank == text or not split:
         return (tokens if blank == text else encode(text)), places
 
     # Only the stretches that spell a control token are encoded anew: all others keep the tokens they always have.
     parts: list[Token] = []
     last = None
-    for index in [*(at for at, token in enumerate(tokens) if token[0] in control_ids), len(tokens)]:
+    for index in [*(at for at, is_ in enumerate(is_control) if is_), len(tokens)]:
         start = 0 if last is None else tokens[last][2]
         end = tokens[index][1] if index < len(tokens) else len(text)
         if filler in blank[start:end]:
@@ -255,125 +303,8 @@ def _replace(pattern: re.Pattern, filler: str, value: Any) -> Any:
 
 def _closing_tokens(tokenizer) -> dict[str, int]:
     """Return the control tokens that can end a turn; a start token opens the next one, unless both are the same."""
-    opening = {tokenizer.bos_token} - {tokenizer.eos_token}
+    opening = {tokenizer.bos_token, tokenizer.unk_token} - {tokenizer.eos_token}
     return {token: id_ for token, id_ in _control_tokens(tokenizer).items() if token not in opening}
-
-
-def _is_closed(text: str, span: Span, closing: list[Span]) -> bool:
-    return any(span[0] <= at and to <= span[1] and not text[to : span[1]].strip() for at, to in closing)
-
-
-def _with_end(text: str, span: Span, closing: list[Span]) -> Span:
-    """Return the span with the control token that follows it directly, or after white space: the end of the turn."""
-    start, end = span
-    if _is_closed(text, span, closing):
-        return span
-    at, to = next((place for place in closing if place[1] > end), (len(text), end))
-    return span if text[min(at, end) : max(at, end)].strip() else (start, to)
-
-
-def _assistant_spans(tokenizer, text: str, messages: list[dict], tools: list | None, closing: list[Span]) -> list[Span]:
-    """Return (start, end) in `text` of each assistant turn, end of turn included, header excluded."""
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        raise BadRow("no_reply", "no assistant turn to learn from")
-    template = tokenizer.get_chat_template(tools=tools)
-    if re.search(r"{%-?\s*generation\s*-?%}", template):
-        spans = _marked_spans(tokenizer, template, text, messages, tools)
-    else:
-        spans = _spans_at_once(tokenizer, text, messages, tools, turns)
-        spans = spans or [_span_of_turn(tokenizer, text, messages, tools, turn) for turn in turns]
-        if any(text[:start].endswith(" ") for start, _ in spans):
-            lead = _lead(tokenizer)
-            spans = [(start - len(lead) if text[:start].endswith(lead) else start, end) for start, end in spans]
-    return [_with_end(text, span, closing) for span in spans]
-
-
-def _marked_spans(tokenizer, template: str, text: str, messages: list[dict], tools: list | None) -> list[Span]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    # The places behind `return_assistant_tokens_mask`; the mask itself knows no characters, and counts a token that
-    # is half header as reply.
-    options = {"chat_template": template, "return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
-    rendered, spans = render_jinja_template([messages], tools=tools, **options)
-    found = [(start, end) for start, end in spans[0] if end > start]
-    if not found or rendered[0] != text:
-        raise BadRow("template_unclear", "the template's generation markers enclose no assistant turn of this row")
-    return found
-
-
-def _marks(text: str, count: int) -> list[str]:
-    word = "zq"
-    while word in text:
-        word += "q"
-    return [f"{word}{number}{word}" for number in range(count)]
-
-
-def _spans_at_once(tokenizer, text: str, messages: list, tools: list | None, turns: list[int]) -> list[Span] | None:
-    """Find all turns with one rendering; None where the template changes contents or earlier turns, as some do."""
-    if any(set(messages[turn]) - PLAIN_KEYS for turn in turns):
-        return None
-    marks = _marks(text, len(turns))
-    contents = dict(zip(turns, marks, strict=True))
-    marked = [m | {"content": contents.get(index, m["content"])} for index, m in enumerate(messages)]
-    rendering = _render_or_none(tokenizer, marked, tools)
-    if rendering is None or any(rendering.count(mark) != 1 for mark in marks):
-        return None
-    first, *following = re.split("|".join(marks), rendering)
-    spans, position = [], len(first) if text.startswith(first) else len(text)
-    for turn, piece in zip(turns, following, strict=True):
-        content = messages[turn]["content"]
-        shown = next((t for t in (content, content.strip()) if text.startswith(t + piece, position)), None)
-        if shown is None:
-            return None
-        spans.append((position, position + len(shown)))
-        position += len(shown) + len(piece)
-    return spans if position == len(text) else None
-
-
-def _span_of_turn(tokenizer, text: str, messages: list[dict], tools: list | None, turn: int) -> Span:
-    """Find one turn by what stands before and after it when its content is replaced by a mark.
-
-    A turn with more than content (tool calls, reasoning), or whose text the template rewrites, begins where the
-    prompt for it ends, and ends where the conversation up to it does.
-    """
-    message = {key: messages[turn][key] for key in PLAIN_KEYS & set(messages[turn])} | {"content": _marks(text, 1)[0]}
-    marked = _render_or_none(tokenizer, [*messages[:turn], message, *messages[turn + 1 :]], tools)
-    pieces = (marked or "").split(message["content"])
-    end = len(text) - len(pieces[-1]) if len(pieces) > 1 and text.endswith(pieces[-1]) else None
-    plain = len(pieces) == 2 and not set(messages[turn]) - PLAIN_KEYS
-    if plain and end is not None and text.startswith(pieces[0]) and len(pieces[0]) <= end:
-        return len(pieces[0]), end
-
-    prompt = _render_or_none(tokenizer, messages[:turn], tools, add_generation_prompt=True)
-    so_far = _render_or_none(tokenizer, messages[: turn + 1], tools)
-    if so_far is not None and text.startswith(so_far):
-        end = len(so_far.rstrip())
-    # A template that knows no prompt for a reply does not tell where, behind the header, the reply begins.
-    headless = prompt == _render_or_none(tokenizer, messages[:turn], tools) and pieces[0][len(prompt or "") :].strip()
-    if prompt is None or end is None or headless or not text.startswith(prompt) or len(prompt) >= end:
-        raise BadRow("template_unclear", f"turn {turn + 1} (assistant) cannot be placed in what the template renders")
-    return len(prompt), end
-
-
-def _lead(tokenizer) -> str:
-    """Return the white space that a template puts between the prompt for a reply and the reply.
-
-    Where there is some (`[/INST] Yes`), the model writes it, mostly as one token with the first word.
-    """
-    mark, question = _marks("", 1)[0], [{"role": "user", "content": "a"}]
-    prompt = _render_or_none(tokenizer, question, None, add_generation_prompt=True) or ""
-    whole = _render_or_none(tokenizer, [*question, {"role": "assistant", "content": mark}], None) or ""
-    gap = whole.partition(mark)[0].removeprefix(prompt)
-    return gap if prompt and not gap.strip() else ""
-
-
-def _render_or_none(tokenizer, messages: list[dict], tools: list | None, **options) -> str | None:
-    try:
-        return render(tokenizer, messages, tools, **options) if messages else None
-    except BadRow:
-        # A made-up conversation may break a rule the real one keeps; that says nothing about the row.
-        return None
 
 
 def _labels(tokens: list[Token], spans: list[Span]) -> list[int]:
@@ -387,6 +318,17 @@ def _labels(tokens: list[Token], spans: list[Span]) -> list[int]:
     return labels
 
 
+def _refuse_unknown(tokenizer, text: str, tokens: list[Token], labels: list[int]) -> None:
+    unknown = tokenizer.unk_token_id
+    for (token, start, end), label in zip(tokens, labels, strict=True):
+        if label == unknown == token and text[start:end].strip() not in (tokenizer.eos_token, tokenizer.bos_token):
+            shown = f"{text[start:end]!r} in the text to be learnt"
+            raise BadRow(
+                "unknown_token",
+                f"the tokenizer has no token for {shown}: it would be learnt as {tokenizer.unk_token!r}",
+            )
+
+
 def _cut(input_ids: list[int], labels: list[int], max_length: int, truncation: str) -> dict[str, list[int]]:
     # The first token is predicted from nothing, so a label there is no target.
     if all(label == IGNORE_INDEX for label in labels[1:]):
@@ -397,4 +339,5 @@ def _cut(input_ids: list[int], labels: list[int], max_length: int, truncation: s
     input_ids, labels = input_ids[:max_length], labels[:max_length]
     if all(label == IGNORE_INDEX for label in labels[1:]):
         raise BadRow("no_target_left", f"of {length} tokens, none within max_length {max_length} is a target")
-    return {"input_ids": input_ids, "labels": labels}
+    cut = {"num_cut": length - max_length} if length > max_length else {}
+    return {"input_ids": input_ids, "labels": labels} | cut
