@@ -40,13 +40,22 @@ CASES = {
 }
 LONG = ("full, 100 steps", "lora, 100 steps")  # on two ranks only
 # Largest difference from the oracle that is allowed, relative to the value (weights: to the tensor's largest element).
-# Different orders of summation are all that may differ in fp32. In bf16 the backends also round at different places:
-# sharded ones hold a 16-bit working copy of the weights, the others cast inside the operators.
+# Different orders of summation are all that may differ in fp32. Where the optimizer is offloaded, DeepSpeed steps with
+# an AdamW kernel of its own, whose rounding adds up over 100 steps. In bf16 the backends also round at different
+# places: sharded ones hold a 16-bit working copy of the weights, the others cast inside the operators.
 TOLERANCES = {
-    "no": {"loss": 1e-6, "grad_norm": 2e-5, "lr": 1e-12, "weights": 1e-4},
+    "fp32": {"loss": 1e-6, "grad_norm": 2e-5, "lr": 1e-12, "weights": 1e-4},
+    "fp32, kernel of its own": {"loss": 5e-6, "grad_norm": 5e-4, "lr": 1e-12, "weights": 2e-4},
     "bf16": {"loss": 2e-3, "grad_norm": 2e-2, "lr": 1e-12, "weights": 0.3},
 }
+OWN_KERNEL = ("zero2_offload", "zero3_offload")
 RANKS = [(config, ranks) for config in CONFIGS for ranks in (1, 2) if not (config == "single" and ranks == 2)]
+
+
+def tolerance(config: str, mixed_precision: str) -> dict[str, float]:
+    if mixed_precision != "no":
+        return TOLERANCES[mixed_precision]
+    return TOLERANCES["fp32, kernel of its own" if config in OWN_KERNEL else "fp32"]
 
 
 def cases_for(ranks: int) -> dict:
@@ -148,7 +157,7 @@ def test_same_numbers(config, ranks, launched, canonical):
         problems += [
             f"{name}: {key} differs by {value:.1e}"
             for key, value in worst.items()
-            if not value <= TOLERANCES[mixed_precision][key]
+            if not value <= tolerance(config, mixed_precision)[key]
         ]
         assert_topology(folder / name, config, ranks, extra["per_device_batch_size"])
     assert not problems, "\n".join(problems)
@@ -200,8 +209,7 @@ def test_document(launched, canonical):
 
 def tolerance_table() -> str:
     lines = ["| compute | loss | grad norm | learning rate | final weights |", "| --- | --- | --- | --- | --- |"]
-    for precision, t in TOLERANCES.items():
-        label = "fp32" if precision == "no" else precision
+    for label, t in TOLERANCES.items():
         lines.append(f"| {label} | {t['loss']:g} | {t['grad_norm']:g} | {t['lr']:g} | {t['weights']:g} |")
     return "\n".join(lines)
 
@@ -218,6 +226,8 @@ def document() -> str:
         "Largest relative difference allowed (weights: relative to the largest element of a tensor):",
         "",
         tolerance_table(),
+        "",
+        f"A kernel of its own steps under {' and '.join(OWN_KERNEL)}: DeepSpeed's AdamW for the CPU.",
         "",
         "Largest differences measured over all steps:",
         "",
