@@ -131,8 +131,9 @@ def test_two_ranks_do_what_one_does(config, name, alone, together):
     assert set(weights) == set(expected)
     for key, tensor in weights.items():
         difference = (tensor - expected[key]).abs().max() / expected[key].abs().max()
-        # The bias of attention's keys has no gradient but rounding errors, which AdamW makes steps of full size from.
-        assert difference < (1e-2 if "c_attn.bias" in key else 1e-4), key
+        # AdamW makes steps of full size from whatever gradient there is: the bias of attention's keys has none but
+        # rounding errors, and an adapter's B, which starts at 0, consists of two such steps.
+        assert difference < (1e-2 if "c_attn.bias" in key else 1e-3 if "lora_B" in key else 1e-4), key
 
 
 def test_clipping_did_something(alone):
@@ -233,7 +234,7 @@ def test_mistake_is_one_message_and_a_failed_launch(tmp_path):
     options = flags(tmp_path, model_name_or_path=str(tmp_path / "nowhere"))
     result = launcher.launch("cpu", 2, RECIPE, *options, check=False)
     assert result.returncode != 0
-    assert result.stdout.count("model_name_or_path: cannot load") == 1, result.stdout
+    assert result.stdout.count("model_name_or_path: there is no folder") == 1, result.stdout
 
 
 def test_batch_that_does_not_divide_is_refused(tmp_path):
