@@ -148,9 +148,9 @@ class RunConfig:
     report_to: Literal["wandb", "tensorboard", "trackio", "none"] | None = None
     """Experiment tracker beside metrics.jsonl, which is always written; None takes wandb when it is installed."""
     export_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Number format of the exported weights; auto keeps the loaded model's."""
+    """Number format of the exported weights; auto takes the checkpoint's for a model, fp32 for an adapter."""
     merge_adapter: bool = False
-    """Export the model with its adapters merged in, instead of the adapters alone."""
+    """Export the whole model with the adapter merged in, too, beside the adapter."""
 
 
 @dataclass(kw_only=True)

@@ -144,3 +144,39 @@ def test_adamw_groups_follow_module_types():
         parameter.requires_grad = False
     with pytest.raises(ValueError, match="no trainable parameter"):
         optim.build(config, model)
+
+
+def test_ranks_with_other_rows_or_settings_are_stopped(monkeypatch):
+    from oneloop import config
+
+    settings = config.RecipeConfig(model_name_or_path="m", dataset_name="d.jsonl", output_dir="o")
+    rows = [{"input_ids": [1, 2], "labels": [-100, 2]}]
+    loaders.check_same_on_all_ranks(None, rows, settings)
+    digests = []
+    monkeypatch.setattr(loaders, "gather_object", lambda mine: digests.extend(mine) or [digests[0], *mine])
+    loaders.check_same_on_all_ranks(None, rows, settings)
+    other = [{"input_ids": [1, 3], "labels": [-100, 3]}]
+    with pytest.raises(ValueError, match=r"ranks \[1\] read other training rows.*'d.jsonl'"):
+        loaders.check_same_on_all_ranks(None, other, settings)
+    settings.seed += 1
+    with pytest.raises(ValueError, match=r"ranks \[1\] read other"):
+        loaders.check_same_on_all_ranks(None, rows, settings)
+
+
+def test_evaluation_does_not_count_as_training_time(monkeypatch):
+    from oneloop import meter
+
+    now = [100.0]
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(meter.sharding, "compute_dtype", lambda _: torch.float32)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, unwrap_model=lambda model, **_: model)
+    window = meter.Meter(accelerator, tiny.tiny_model(400))
+    batch = loaders.collate([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}], 0)
+    now[0] += 2
+    with window.paused():
+        now[0] += 50
+    window.add(batch, torch.tensor(4.0), torch.tensor(2), {})
+    window.step(1.5)
+    read = window.read(lr=0.1)
+    assert read["train/step_seconds"] == pytest.approx(2.0) and read["train/tokens_per_second"] == pytest.approx(1.5)
+    assert read["train/loss"] == 2.0 and read["train/grad_norm"] == 1.5 and read["train/tokens_seen"] == 3
