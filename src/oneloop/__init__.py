@@ -23,6 +23,11 @@ class _Deferred(types.ModuleType):
     def __getattr__(self, name):
         return getattr(importlib.import_module(self.__name__), name)
 
+    @property
+    def __dict__(self):
+        # What looks a name up here, as pytest's monkeypatch does before it restores it, must find the real one.
+        return importlib.import_module(self.__name__).__dict__
+
     def __setattr__(self, name, value):
         setattr(importlib.import_module(self.__name__), name, value)
 
