@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oneloop import models, sharding
+from oneloop import models, sharding, sources
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -240,8 +240,12 @@ def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = models.base_model_of(config)
-    model = AutoModelForCausalLM.from_pretrained(
-        base.name, dtype=torch.float32, trust_remote_code=config.trust_remote_code, revision=base.revision
+    model = models.from_source(
+        AutoModelForCausalLM,
+        sources.find_model(base, config.trust_remote_code),
+        config,
+        dtype=torch.float32,
+        use_safetensors=models.use_safetensors(config),
     )
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     models.align_for_generation(model, tokenizer)

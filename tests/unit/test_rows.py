@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from oneloop import sources
 from oneloop.data.rows import BadRow, collect, normalise, read
 
 CASES = Path(__file__).parents[3] / "shared" / "cases"
@@ -280,7 +281,7 @@ def test_a_hub_id_is_loaded_through_datasets(tmp_path, monkeypatch):
 
     asked = []
 
-    def load(source, split):
+    def load(source, split, revision):
         asked.append((source, split))
         if source == "org/gone":
             raise FileNotFoundError("no such data set")
@@ -288,6 +289,7 @@ def test_a_hub_id_is_loaded_through_datasets(tmp_path, monkeypatch):
 
     # Only the download is replaced: no test reaches the network. The rows come padded, as from the hub.
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(sources, "dataset_commit", lambda name: None)
     monkeypatch.chdir(tmp_path)
     rows = list(read("org/set", "train[:2]"))
     assert asked == [("org/set", "train[:2]")]

@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from oneloop import sources
+
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".csv")
 SPLITS = {"train": ["train", "training"], "test": ["test", "eval"], "validation": ["validation", "valid", "val", "dev"]}
 SPLIT_NAMES = {name: split for split, names in SPLITS.items() for name in names}
@@ -56,6 +58,7 @@ def read(source: str, split: str, *, field: str = "dataset_name") -> Iterator[tu
 def _files(path: Path, split: str, field: str) -> list[Path]:
     if path.is_file():
         if path.suffix.lower() not in FILE_TYPES:
+            sources.refuse_pickled_data([path], field)
             raise ValueError(f"{field} {str(path)!r}: cannot read {path.suffix!r}; known are {', '.join(FILE_TYPES)}")
         return [path]
     files = sorted(
@@ -68,6 +71,7 @@ def _files(path: Path, split: str, field: str) -> list[Path]:
     if any(path.rglob("*.arrow")):
         raise ValueError(f"{field} {str(path)!r} was written by `save_to_disk`; write it with `to_parquet` instead")
     if not files:
+        sources.refuse_pickled_data(path.rglob("*"), field)
         raise ValueError(f"{field} {str(path)!r} is a folder without a file of {', '.join(FILE_TYPES)}")
     by_split: dict[str | None, list[Path]] = {}
     for file in files:
@@ -222,7 +226,7 @@ def _read_hub(source: str, split: str, field: str) -> Iterator[tuple[str, dict |
     import datasets
 
     try:
-        rows = datasets.load_dataset(source, split=split)
+        rows = datasets.load_dataset(source, split=split, revision=sources.dataset_commit(source))
     except (OSError, ValueError) as error:
         reason = f"as a hub data set, split {split!r}: {error}"
         raise ValueError(f"{field} {source!r} is no existing path{near}, and {reason}") from error
