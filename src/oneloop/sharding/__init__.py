@@ -1,0 +1,49 @@
+"""The only package (with `launch`) that asks which backend runs: what it did to the model, and how to get whole
+tensors, gradient norms and generation out of it.
+"""
+
+from oneloop.sharding.chosen import (
+    check_optimizer,
+    check_quantization,
+    compute_dtype,
+    gather_together,
+    gradient_checkpointing_by_config,
+    loading_device,
+    mixed_precision,
+    needs_reentrant_checkpointing,
+    quantized_storage_dtype,
+    shards_weights,
+    strategy,
+    supports_fused_adamw,
+)
+from oneloop.sharding.obtained import Obtained, check_same_on_all_ranks, local, num_elements, obtained
+from oneloop.sharding.step import clip_before_step, clip_grad_norm, generation
+from oneloop.sharding.whole import full_tensors, plain_loading, plain_name, restore_masters, take_masters
+
+__all__ = [
+    "Obtained",
+    "check_optimizer",
+    "check_quantization",
+    "check_same_on_all_ranks",
+    "clip_before_step",
+    "clip_grad_norm",
+    "compute_dtype",
+    "full_tensors",
+    "gather_together",
+    "generation",
+    "gradient_checkpointing_by_config",
+    "loading_device",
+    "local",
+    "mixed_precision",
+    "needs_reentrant_checkpointing",
+    "num_elements",
+    "obtained",
+    "plain_loading",
+    "plain_name",
+    "quantized_storage_dtype",
+    "restore_masters",
+    "shards_weights",
+    "strategy",
+    "supports_fused_adamw",
+    "take_masters",
+]
