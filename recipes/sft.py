@@ -27,6 +27,7 @@ from oneloop import (
     process,
     scaling,
     sharding,
+    skipped,
     tracking,
 )
 
@@ -49,11 +50,9 @@ def count_items(batch):
 
 def compute_loss_sum(model, batch):
     """Sum of the losses of a micro-batch's items, and sums of further metrics; labels (B, T) int64."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # (B, T, V)
-    loss_sum = losses.cross_entropy_sum(logits, batch["labels"])
-    if loss_sum.requires_grad:
-        return loss_sum, {}  # accuracy costs another pass over the logits; evaluation alone pays it
-    return loss_sum, {"token_accuracy": losses.num_correct(logits, batch["labels"])}
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "target_positions")}
+    output = model(**inputs)  # logits are never held: see loss_head
+    return output["loss_sum"], {"token_accuracy": output["num_correct"]}
 
 
 def load_rows(config, accelerator, tokenizer, source, split, for_evaluation=False):
@@ -90,13 +89,14 @@ def main(config: SFTConfig):
         eval_rows = load_rows(config, accelerator, tokenizer, config.eval_dataset_name, config.dataset_test_split, True)
     model = models.load_model(config, accelerator, tokenizer)
     models.check_rows_fit(model, train_rows + eval_rows, tokenizer)
-    optimizer = optim.build(config, model, fused=sharding.supports_fused_adamw(accelerator))
+    optimizer = optim.build(config, model, accelerator)
     model, optimizer, topology = launch.prepare(accelerator, config, model, optimizer)
     loader = data.loaders.TrainLoader(train_rows, accelerator, config, tokenizer.pad_token_id)
     eval_loader = data.loaders.EvalLoader(eval_rows, accelerator, config, tokenizer.pad_token_id)
     progress = loader.progress_from_start(config)
     tracker = tracking.start(accelerator, config, topology)
     window = meter.Meter(accelerator, model)
+    skips = skipped.SkippedSteps(accelerator, config)
 
     def run_evaluation():
         with window.paused():
@@ -114,15 +114,16 @@ def main(config: SFTConfig):
         for batch in micro_batches:
             with accelerator.accumulate(model):
                 loss_sum, metrics = compute_loss_sum(model, batch)
-                accelerator.backward(loss_sum * scaling.mean_scale(accelerator, num_items))
+                accelerator.backward(scaling.share_of_mean(accelerator, loss_sum, num_items))
                 grad_norm = sharding.clip_grad_norm(accelerator, model, config.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
             window.add(batch, loss_sum, count_items(batch), metrics)
         window.step(grad_norm)
+        skips.record(grad_norm, window, loader, progress)
         loader.advance(progress)
         if progress.due(config.logging_steps):
-            tracker.log(window.read(lr), progress.step)
+            tracker.log(window.read(lr) | skips.metrics(), progress.step)
         if eval_rows and progress.due(config.eval_steps):
             run_evaluation()
     # --- end of training loop ---

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def text(
-    accelerator: Accelerator, config: RecipeConfig, model: torch.nn.Module, got: sharding.Obtained, source: str
+    accelerator: Accelerator,
+    config: RecipeConfig,
+    model: torch.nn.Module,
+    got: sharding.Obtained,
+    source: str,
+    loss: str,
 ) -> str:
     """Several lines of `key  value`, for people and for `grep`."""
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -24,6 +29,7 @@ def text(
     reduce = (
         "fp32" if config.reduce_dtype == "fp32" or got.precision == "no" else f"{got.precision} (cheaper, asked for)"
     )
+    code = "may run: --trust_remote_code is given" if config.trust_remote_code else "refused (code and pickled files)"
     rows = {
         "strategy": f"{got.strategy}  ({source})",
         "ranks": f"{got.world_size} on {got.device}",
@@ -32,8 +38,20 @@ def text(
         "wrapped": ", ".join(f"{name} x{count}" for name, count in sorted(got.wrapped.items())),
         "shares": f"{got.parameter_fraction:.3f} of the parameters and {got.optimizer_fraction:.3f} of the optimizer "
         "state on a rank",
+        "weights": weights(config, got),
         "batch": f"{config.per_device_batch_size} micro x {accumulation} accumulation x {got.world_size} ranks = "
         f"{config.global_batch_size} sequences, at most {config.global_batch_size * config.max_length} tokens a step",
+        "loss": loss,
+        "foreign": code,
         "parameters": f"{trainable:,} trainable of {total:,} ({trainable / total:.2%})",
     }
     return "\n".join(["--- run ---", *(f"{key:<11}{value}" for key, value in rows.items()), "-----------"])
+
+
+def weights(config: RecipeConfig, got: sharding.Obtained) -> str:
+    """What a rank holds of the parameters between steps."""
+    text = f"{got.parameter_bytes / 2**20:,.1f} MiB on a rank"
+    if config.quantization is None:
+        return text
+    whole = "all" if got.quantized_fraction > 0.999 else f"{got.quantized_fraction:.3f}"
+    return f"{text}, of which {got.quantized_bytes / 2**20:,.1f} MiB {config.quantization} ({whole} of the base layers)"

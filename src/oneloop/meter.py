@@ -34,7 +34,7 @@ class Meter:
         self.parts: dict[str, list[torch.Tensor]] = {}
         self.slots = 0
         self.num_steps = 0
-        self.grad_norm: torch.Tensor | float | None = None
+        self.grad_norm = float("nan")
         self.started = time.perf_counter()
 
     def add(
@@ -59,10 +59,15 @@ class Meter:
         yield
         self.started += time.perf_counter() - began
 
-    def step(self, grad_norm: torch.Tensor | float | None) -> None:
+    def step(self, grad_norm: float) -> None:
         """Count one optimizer step."""
         self.num_steps += 1
         self.grad_norm = grad_norm
+
+    def newest_losses(self) -> list[float]:
+        """Loss sums of this rank's micro-batches of the newest step. Synchronises with the device."""
+        count = self.accelerator.gradient_accumulation_steps
+        return [float(loss) for loss in self.parts["loss"][-count:]]
 
     def read(self, lr: float) -> dict[str, float]:
         """Global metrics of the interval since the last call, by one collective over all ranks.
@@ -81,7 +86,7 @@ class Meter:
         self.tokens_seen += int(tokens)
         result = {
             "train/loss": total.pop("loss") / items,
-            "train/grad_norm": float(self.grad_norm) if self.grad_norm is not None else float("nan"),
+            "train/grad_norm": self.grad_norm,
             "train/lr": lr,
             "train/tokens_per_second": tokens / seconds,
             "train/non_padding_share": tokens / total.pop("slots"),

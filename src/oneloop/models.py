@@ -10,15 +10,13 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from oneloop import config as config_module
-from oneloop import sharding
+from oneloop import loss_head, quantization, sharding, sources
 from oneloop.data import chat
+from oneloop.sources import BaseModel, Found, base_model_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,44 +27,21 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class BaseModel:
-    """Where the weights under an adapter, or the whole model, come from."""
-
-    name: str
-    revision: str
-    adapter: str | None
-    """Folder of an adapter whose training continues."""
-
-
-def base_model_of(config: RecipeConfig) -> BaseModel:
-    """What `model_name_or_path` stands for: a model, or an adapter folder, which names its base and its revision.
-
-    Raises ValueError for an adapter folder that is damaged or does not name its base model.
-    """
-    if not config_module.is_adapter_folder(config.model_name_or_path):
-        return BaseModel(config.model_name_or_path, config.model_revision or "main", None)
-    saved = config_module.adapter_settings(config.model_name_or_path)
-    revision = config.model_revision or saved.get("revision") or "main"
-    return BaseModel(saved["base_model_name_or_path"], revision, config.model_name_or_path)
-
-
 def load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
     """The tokenizer with a chat template (from `chat_template` if given), a padding token, and as eos the token that
     the template ends an assistant turn with: what the model is taught to stop at is what generation must stop at."""
     from transformers import AutoTokenizer
 
-    base = base_model_of(config)
-    has_own = base.adapter is not None and (Path(base.adapter) / "tokenizer_config.json").is_file()
-    source = base.adapter if has_own else base.name
-    tokenizer = _from_pretrained(AutoTokenizer, source, config)
+    sources.check(config)
+    source = sources.find_tokenizer(base_model_of(config), config.trust_remote_code)
+    tokenizer = from_source(AutoTokenizer, source, config)
     chat.load_template(tokenizer, config.chat_template)
     end_of_turn = chat.end_of_turn_token(tokenizer) if tokenizer.chat_template else None
     if end_of_turn is not None and end_of_turn != tokenizer.eos_token:
         print(f"tokenizer: eos {tokenizer.eos_token!r} -> {end_of_turn!r}, the end of a turn in the chat template")
         tokenizer.eos_token = end_of_turn
     if tokenizer.eos_token is None:
-        raise ValueError(f"The tokenizer of {source!r} has no eos token; set one in its tokenizer_config.json.")
+        raise ValueError(f"The tokenizer of {source.location!r} has no eos token; set one in tokenizer_config.json.")
     if tokenizer.pad_token is None:
         # Labels are masked by length, so sharing the id costs nothing.
         tokenizer.pad_token = tokenizer.eos_token
@@ -88,13 +63,15 @@ def load_model(
     trains_adapter = config.use_peft or base.adapter is not None
     start_dtype(config)  # read now, while the checkpoint is there: the export will ask for it
     compute_dtype = sharding.compute_dtype(accelerator)
-    model, info = _from_pretrained(
+    model, info = from_source(
         AutoModelForCausalLM,
-        base.name,
+        sources.find_model(base, config.trust_remote_code),
         config,
         dtype=compute_dtype if trains_adapter else torch.float32,
         attn_implementation=config.attn_implementation,
         output_loading_info=True,
+        use_safetensors=use_safetensors(config),
+        **quantization.settings(config, accelerator),
     )
     if info["missing_keys"]:
         raise ValueError(
@@ -104,6 +81,8 @@ def load_model(
         )
     model.config.use_cache = False  # of no use in training, and it would make attention ignore packing later
     align_for_generation(model, tokenizer)
+    if config.quantization:
+        quantization.make_trainable_around(model)
     if trains_adapter:
         model = _with_adapter(config, model, base)
     if config.gradient_checkpointing:
@@ -111,6 +90,7 @@ def load_model(
         model.gradient_checkpointing_enable(
             {"use_reentrant": sharding.needs_reentrant_checkpointing(accelerator, trains_adapter)}
         )
+    loss_head.attach(model, accelerator)
     model.train()  # from_pretrained leaves evaluation mode on
     return model
 
@@ -124,36 +104,43 @@ def start_dtype(config: RecipeConfig) -> torch.dtype:
 def _stored_dtype(base: BaseModel, trust_remote_code: bool) -> torch.dtype:
     from transformers import AutoConfig
 
+    source = sources.find_model(base, trust_remote_code)
     dtype = _load(
-        AutoConfig.from_pretrained, base.name, revision=base.revision, trust_remote_code=trust_remote_code
+        AutoConfig.from_pretrained, source, revision=source.revision, trust_remote_code=trust_remote_code
     ).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _from_pretrained(auto_class, name: str, config: RecipeConfig, **kwargs):
+def use_safetensors(config: RecipeConfig) -> bool | None:
+    """What transformers is told: nothing but safetensors, unless pickled weights are trusted."""
+    return None if config.trust_remote_code else True
+
+
+def from_source(auto_class, source: Found, config: RecipeConfig, **kwargs):
+    """`from_pretrained` of a transformers class on a checked source, at the commit that was checked."""
     return _load(
         auto_class.from_pretrained,
-        name,
-        revision=base_model_of(config).revision,
+        source,
+        revision=source.revision,
         trust_remote_code=config.trust_remote_code,
         **kwargs,
     )
 
 
-def _load(load: Callable, name: str, **kwargs):
-    """Call a library's loader for a hub id or folder. Raises ValueError naming the field for whatever it raises: a
-    damaged or foreign checkpoint shows as many kinds of errors as there are ways to be damaged."""
-    path = Path(name).expanduser()
-    if name.startswith(("/", ".", "~")) and not path.exists():
-        raise ValueError(f"model_name_or_path: there is no folder {name!r}.")
+def _load(load: Callable, source: Found, **kwargs):
+    """Call a library's loader. Raises ValueError naming the field for whatever it raises: a damaged or foreign
+    checkpoint shows as many kinds of errors as there are ways to be damaged."""
     try:
-        return load(path if path.exists() else name, **kwargs)
+        return load(source.location, **kwargs)
     except ImportError as error:
         raise ValueError(
-            f"attn_implementation or model_name_or_path needs a package that is missing: {error}"
+            f"attn_implementation or model_name_or_path needs a package that is missing: {error} (The package kernels, "
+            "which runs code of the hub, is used with --trust_remote_code only.)"
         ) from error
     except Exception as error:
-        raise ValueError(f"model_name_or_path: cannot load {name!r}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"model_name_or_path: cannot load {source.location!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _with_adapter(config: RecipeConfig, model, base: BaseModel):
@@ -163,7 +150,8 @@ def _with_adapter(config: RecipeConfig, model, base: BaseModel):
     # many numbers the loading of the base model has used before.
     torch.manual_seed(config.seed)
     if base.adapter is not None:
-        model = _load(functools.partial(_continued, model), base.adapter)
+        adapter = sources.find_adapter(base.adapter, config.trust_remote_code)
+        model = _load(functools.partial(_continued, model), adapter)
     else:
         _check_module_names(config, model)
         lora = LoraConfig(
@@ -186,13 +174,12 @@ def _with_adapter(config: RecipeConfig, model, base: BaseModel):
     return model
 
 
-def _continued(model, folder: Path):
+def _continued(model, folder: str):
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
+    from peft.utils import load_peft_weights
 
     model = PeftModel.from_pretrained(model, folder, is_trainable=True)
-    with safe_open(Path(folder) / "adapter_model.safetensors", "pt") as file:
-        missing = set(get_peft_model_state_dict(model, save_embedding_layers=False)) - set(file.keys())
+    missing = set(get_peft_model_state_dict(model, save_embedding_layers=False)) - set(load_peft_weights(folder, "cpu"))
     if missing:  # peft only warns, and these would start anew
         raise ValueError(f"the adapter lacks {', '.join(sorted(missing)[:3])} ({len(missing)} in all)")
     return model

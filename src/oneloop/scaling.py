@@ -18,12 +18,16 @@ def count_items(accelerator: Accelerator, count: Callable, micro_batches: list) 
     return accelerator.reduce(sum(count(batch) for batch in micro_batches), "sum")
 
 
-def mean_scale(accelerator: Accelerator, num_items: torch.Tensor) -> torch.Tensor:
-    """The factor that turns a micro-batch's loss *sum* into its share of the step's loss *mean*: the one place that
-    makes up for what the backends do to a loss on its way to a gradient.
+def share_of_mean(accelerator: Accelerator, loss_sum: torch.Tensor, num_items: torch.Tensor) -> torch.Tensor:
+    """A micro-batch's loss *sum* as its share of the step's loss *mean*, to be differentiated: the one place that makes
+    up for what the backends do to a loss on its way to a gradient.
 
     All of them average gradients over ranks (hence times the world size), and `accelerator.backward`, or DeepSpeed's
     engine behind it, divides by the accumulation steps (hence times those). A step without any item gets a finite
-    factor for its zero gradients.
+    factor for its zero gradients. A loss that is not finite makes the factor NaN, and so every gradient of the step on
+    every rank, which is what tells them all that the step must not be applied.
+
+    loss_sum: scalar fp32; num_items: scalar int64, over all micro-batches and ranks. Returns a scalar fp32.
     """
-    return accelerator.num_processes * accelerator.gradient_accumulation_steps / num_items.clamp(min=1)
+    factor = accelerator.num_processes * accelerator.gradient_accumulation_steps / num_items.clamp(min=1)
+    return loss_sum * (factor + 0 * loss_sum.detach())

@@ -1,14 +1,17 @@
 """Starts `accelerate launch` with a shipped config under a timeout, and reads what a run left on disk."""
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 240  # below pytest's own limit, which would not show what the ranks printed
+# Below pytest's own limit, which would not show what the ranks printed.
+TIMEOUT_SECONDS = int(os.environ.get("ONELOOP_TEST_TIMEOUT", 240))
 
 
 def environment() -> dict[str, str]:
@@ -43,7 +46,11 @@ def launch(
     try:
         output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the launcher alone would leave its ranks behind
+        # Ranks are sessions of their own: killing the launcher's group would leave them, and its pipe, behind.
+        family = psutil.Process(process.pid)
+        for member in [*family.children(recursive=True), family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
         output, _ = process.communicate()
         raise AssertionError(f"{config} x {num_processes}: not done after {TIMEOUT_SECONDS} s\n{output}") from None
     result = subprocess.CompletedProcess(command, process.returncode, output)

@@ -128,24 +128,6 @@ def test_unknown_peak_is_none():
     assert flops.peak_per_second(torch.device("cpu"), torch.bfloat16) is None
 
 
-def test_adamw_groups_follow_module_types():
-    from oneloop import optim
-
-    config = SimpleNamespace(weight_decay=0.1, learning_rate=1e-3, adam_betas=[0.9, 0.95])
-    model = tiny.tiny_model(400)
-    decay, plain = optim.build(config, model).param_groups
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert decay["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0 and decay["betas"] == (0.9, 0.95)
-    assert sorted(names[id(p)].split(".")[-2] for p in plain["params"]) == sorted(
-        ["norm"] + ["input_layernorm", "post_attention_layernorm"] * 2
-    )
-    assert len(decay["params"]) + len(plain["params"]) == len(names)
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        optim.build(config, model)
-
-
 def test_ranks_with_other_rows_or_settings_are_stopped(monkeypatch):
     from oneloop import config
 

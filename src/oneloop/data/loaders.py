@@ -57,7 +57,9 @@ def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
     """Pad rows on the right to the longest of them.
 
     rows: dicts with `input_ids` and `labels`, equally long lists or arrays of int. Returns `input_ids`,
-    `attention_mask` and `labels`, each (B, T) int64, and `lengths` (B,) int64, the tokens of each row. Padding is
+    `attention_mask` and `labels`, each (B, T) int64, `lengths` (B,) int64, the tokens of each row, and
+    `target_positions` (M,) int64, where in the flattened (B * T) positions the next token carries a loss: found here
+    on the host, since a device would have to be waited for. Padding is
     known by length, never by token id: an end-of-turn token that doubles as the padding token keeps its label. No rows
     give one row of one token without label, so that a rank without data still runs the same forward and backward
     passes as the others; its length is given as 0.
@@ -77,6 +79,10 @@ def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
         batch["input_ids"][i, :length] = torch.as_tensor(row["input_ids"])
         batch["attention_mask"][i, :length] = 1
         batch["labels"][i, :length] = torch.as_tensor(row["labels"])
+    has_target = torch.nn.functional.pad(
+        batch["labels"][:, 1:] != IGNORE_INDEX, (0, 1)
+    )  # the last one predicts nothing
+    batch["target_positions"] = has_target.flatten().nonzero()[:, 0]
     return batch
 
 
@@ -86,6 +92,7 @@ class TrainLoader:
     def __init__(self, rows: list[dict], accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
         check_same_on_all_ranks(accelerator, rows, config)
         self.rows = rows
+        self.lengths = np.array([len(row["input_ids"]) for row in rows])
         self.global_batch_size = config.global_batch_size
         self.seed, self.shuffle = config.seed, config.shuffle
         self.layout = {
@@ -99,6 +106,10 @@ class TrainLoader:
         self.pad_token_id = pad_token_id
         self.last_row_ids: list[int] = []
         """Row numbers (into `rows`) of the newest step over all ranks; for tests, logs and fault reports."""
+        self.last_micro_batches: list[np.ndarray] = []
+        """The same of this rank alone, micro-batch by micro-batch."""
+        self.last_random_states: dict[str, torch.Tensor] = {}
+        """This rank's random states, (n,) uint8 each, before the newest step; for fault reports."""
 
     def progress_from_start(self, config: RecipeConfig) -> sampling.Progress:
         """The beginning of a run over these rows, with its length."""
@@ -126,8 +137,13 @@ class TrainLoader:
                 order = sampling.epoch_order(len(self.rows), self.seed, order_epoch, self.shuffle)
             step_rows = order[progress.position : progress.position + self.global_batch_size]
             self.last_row_ids = step_rows.tolist()
+            # Rows of like length go together: less padding, and the ranks have equally much to do. Which rows make up
+            # the step is not touched, so neither is the result.
+            by_length = step_rows[np.argsort(self.lengths[step_rows], kind="stable")]
+            self.last_micro_batches = sampling.micro_batch_rows(by_length, **self.layout)
+            self.last_random_states = _random_states(self.device)
             step = progress.step
-            yield [self._batch(rows) for rows in sampling.micro_batch_rows(step_rows, **self.layout)]
+            yield [self._batch(rows) for rows in self.last_micro_batches]
             assert progress.step == step + 1, "the loop did not call loader.advance(progress) once"
             bar.update()
         bar.close()
@@ -138,6 +154,13 @@ class TrainLoader:
 
     def _batch(self, row_numbers: np.ndarray) -> Batch:
         return to_device(collate([self.rows[i] for i in row_numbers], self.pad_token_id), self.device)
+
+
+def _random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
 
 
 class EvalLoader:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from oneloop import schedule
+from oneloop import schedule, sources, watchdog
+from oneloop.launch import machine
 from oneloop.launch import plugins as fill
 from oneloop.launch.request import Requested, requested
 
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
 OVERSUBSCRIBE = "ONELOOP_ALLOW_OVERSUBSCRIBE"
 """Environment variable: set to 1 to run more CPU ranks than the machine has cores."""
-
-
-COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for the others. The backends' 10 to 30 minutes are too short where the first rank reads or
-writes a large model alone; a rank that has died is noticed by the launcher at once."""
 
 _group_kind: Any = None
 """What Accelerate called the process group of this process before a strategy was chosen."""
@@ -46,6 +41,8 @@ def start(config: RecipeConfig) -> Accelerator:
     Raises ValueError for a topology that this machine cannot give, a batch that does not divide, and contradictions
     between recipe flags and the Accelerate or DeepSpeed configuration.
     """
+    machine.check_versions()
+    sources.forbid_hub_kernels(config.trust_remote_code)  # before any library looks for the package
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -78,16 +75,19 @@ def start(config: RecipeConfig) -> Accelerator:
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     if on_cpu:
         _prepare_for_cpu(want)
+    machine.keep_to_loopback()
+    machine.check_build_locks(want, on_cpu)
     if not PartialState._shared_state:
         needs_backend = on_cpu and want.strategy not in ("single", "ddp")
         PartialState(
             cpu=on_cpu and not needs_backend,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=watchdog.backend_timeout(),
             **({"backend": "gloo"} if needs_backend else {}),
         )
         _group_kind = PartialState().distributed_type
         if needs_backend:
             PartialState._shared_state["device"] = torch.device("cpu")
+    watchdog.start()
     if on_cpu and want.strategy == "fsdp2":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugins: dict[str, Any] = {}
@@ -183,18 +183,20 @@ def prepare(
     """
     from accelerate.utils import set_seed
 
-    from oneloop import banner, sharding
+    from oneloop import banner, loss_head, sharding
 
     sharding.check_same_on_all_ranks(accelerator, model)
     base_optimizer, masters = optimizer, sharding.take_masters(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
+    watchdog.set_group_timeouts()
     sharding.restore_masters(masters)
     if sharding.strategy(accelerator) == "zero0":
         sharding.clip_before_step(model, base_optimizer, config.max_grad_norm)
     got = sharding.obtained(accelerator, model, optimizer)
     check(requested(), got)
+    how_loss = loss_head.verify(accelerator, model)
     if accelerator.is_main_process:
-        print(banner.text(accelerator, config, model, got, requested().source), flush=True)
+        print(banner.text(accelerator, config, model, got, requested().source, how_loss), flush=True)
     # Same weights on every rank until here; from here on each rank draws its own dropout.
     set_seed(config.seed, device_specific=True)
     return model, optimizer, got
@@ -216,6 +218,8 @@ def check(want: Requested, got) -> None:
         problems.append(f"a rank holds {got.optimizer_fraction:.0%} of the optimizer state instead of a shard")
     if want.strategy in ("zero3", "fsdp2") and got.parameter_fraction > most:
         problems.append(f"a rank holds {got.parameter_fraction:.0%} of the parameters instead of a shard")
+    if want.strategy in ("zero3", "fsdp2") and got.quantized_fraction > most:
+        problems.append(f"a rank holds {got.quantized_fraction:.0%} of the quantised weights instead of a shard")
     if want.strategy == "fsdp2" and len(got.wrapped) < 2:
         problems.append("FSDP2 wrapped no layer (set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP)")
     if problems:
@@ -228,6 +232,7 @@ def finish(accelerator: Accelerator, tracker) -> None:
     from oneloop import tracking
 
     accelerator.wait_for_everyone()
+    watchdog.stop()  # from here on each rank ends by itself
     tracker.finish()
     if accelerator.is_main_process:
         try:

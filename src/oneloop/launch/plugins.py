@@ -106,10 +106,11 @@ def fsdp_plugin(config: RecipeConfig, on_cpu: bool):
 
     plugin = FullyShardedDataParallelPlugin()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    if dtype is not None and config.reduce_dtype == "fp32":
+    if dtype is not None:
         # Accelerate would reduce in the compute dtype (accelerate 1.15, dataclasses.py, `set_mixed_precision`).
+        # It would round what the model returns, too; a loss is fp32 whatever it was computed from.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=dtype
+            param_dtype=dtype, reduce_dtype=torch.float32 if config.reduce_dtype == "fp32" else dtype
         )
     if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is nothing to pin for
