@@ -6,6 +6,7 @@ config is built.
 """
 
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -42,13 +43,16 @@ class ModelConfig:
     model_revision: str | None = None
     """Branch, tag or commit of a hub model; None takes the hub's default branch."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Command line only: a config file passed around must not be able to
-    switch it on."""
+    """Run Python code, and read pickled weights, that come with the model. Command line only: a config file passed
+    around must not be able to switch it on."""
     attn_implementation: str | None = None
     """Attention kernel as transformers names it (eager, sdpa, flash_attention_2, ...); None lets transformers
     choose."""
     chat_template: str | None = None
     """Path of a jinja chat template that replaces the tokenizer's own; None keeps that one."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """Hold the frozen base model under the adapters in 4 bits (nf4 with double quantisation, QLoRA) or in int8; None
+    holds it in the compute precision. Needs use_peft."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, roughly a third more compute, the same numbers."""
     torch_compile: bool = False
@@ -118,10 +122,13 @@ class TrainConfig:
     """Optimizer steps of linear warm-up; 0 for none. Not together with warmup_ratio."""
     warmup_ratio: float = 0.0
     """Warm-up as a share of all optimizer steps, rounded up; 0 for none."""
+    optim: str = "adamw"
+    """Optimizer: adamw, adamw_8bit, paged_adamw, paged_adamw_8bit, adafactor, lion, or the import path of a class of
+    your own, such as my_package.MyOptimizer."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """The optimizer's weight decay; not on biases and normalisation weights."""
     adam_betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's decay rates of the first and the second moment."""
+    """Decay rates of the first and the second moment, for optimizers that have two."""
     max_grad_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0 does not clip. The norm is logged either way."""
     max_steps: int = -1
@@ -206,7 +213,8 @@ def adapter_settings(folder: str) -> dict:
             saved = json.load(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"model_name_or_path: {path} is no adapter configuration: {error}") from error
-    if not isinstance(saved, dict) or not saved.get("base_model_name_or_path"):
+    name = saved.get("base_model_name_or_path") if isinstance(saved, dict) else None
+    if not name or not isinstance(name, str):
         raise ValueError(
             f"model_name_or_path: {path} names no base_model_name_or_path; write the base model's id there"
         )
@@ -254,6 +262,7 @@ def check(config: RecipeConfig) -> None:
     generations = values.get("eval_generations", 0)  # not every recipe has it
     if generations < 0:
         raise ValueError(f"eval_generations is {generations}: give 0 or more")
+    _check_optimizer(config)
     if not config.eval_dataset_name and (generations or config.eval_steps != -1):
         name = "eval_generations" if generations else "eval_steps"
         raise ValueError(
@@ -271,11 +280,30 @@ def check(config: RecipeConfig) -> None:
     _check_adapter(config, values)
 
 
+_OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "lion")
+
+
+def _check_optimizer(config: RecipeConfig) -> None:
+    if "." not in config.optim and config.optim not in _OPTIMIZERS:
+        near = difflib.get_close_matches(config.optim, _OPTIMIZERS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"optim is {config.optim!r}: give one of {', '.join(_OPTIMIZERS)}, or the import path of a class{hint}"
+        )
+    if config.optim == "adafactor" and config.adam_betas != [0.9, 0.999]:
+        raise ValueError(f"adam_betas is {config.adam_betas} but has no effect with optim adafactor: leave it out")
+
+
 def _check_adapter(config: RecipeConfig, values: dict) -> None:
     """An adapter setting counts with use_peft; an adapter folder brings its own, which a setting may repeat but not
     contradict."""
     asked = {f.name: values[f.name] for f in dataclasses.fields(LoraFields) if values[f.name] != f.default}
     asked.pop("use_peft", None)
+    if config.quantization and not (config.use_peft or is_adapter_folder(config.model_name_or_path)):
+        raise ValueError(
+            f"quantization is {config.quantization} but whole weights cannot be trained in that form: set use_peft to "
+            "true to train adapters over them, or leave quantization out"
+        )
     if is_adapter_folder(config.model_name_or_path):
         saved = adapter_settings(config.model_name_or_path)
         for name, value in asked.items():
