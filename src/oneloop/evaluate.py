@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import gather_object
 
-from oneloop import sharding
+from oneloop import sharding, watchdog
 from oneloop.data import sampling
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def generate_answers(
     answers: list[tuple[int, str]] = []
     with sharding.generation(accelerator, model) as (module, needed):
         for row_numbers in batches:
+            watchdog.beat()
             rows = [list(prompts[i]) for i in row_numbers] or [
                 [tokenizer.eos_token_id]
             ]  # a rank without prompts keeps step

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from oneloop import watchdog
+
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
@@ -29,5 +31,6 @@ def share_of_mean(accelerator: Accelerator, loss_sum: torch.Tensor, num_items: t
 
     loss_sum: scalar fp32; num_items: scalar int64, over all micro-batches and ranks. Returns a scalar fp32.
     """
+    watchdog.beat()  # a rank that is still in its loss is behind one that is done with it
     factor = accelerator.num_processes * accelerator.gradient_accumulation_steps / num_items.clamp(min=1)
     return loss_sum * (factor + 0 * loss_sum.detach())

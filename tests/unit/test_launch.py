@@ -174,6 +174,7 @@ def test_setting_without_effect_is_refused():
         ({"offload": "optimizer"}, "offload of optimizer: asked for False, obtained True"),
         ({"parameter_fraction": 1.0}, "100% of the parameters instead of a shard"),
         ({"optimizer_fraction": 0.9}, "90% of the optimizer state instead of a shard"),
+        ({"quantized_fraction": 1.0}, "100% of the quantised weights instead of a shard"),
     ],
 )
 def test_another_topology_than_asked_for_stops_the_run(changes, expected):
@@ -187,6 +188,9 @@ def test_another_topology_than_asked_for_stops_the_run(changes, expected):
         "wrapped": {"DeepSpeedEngine": 1},
         "parameter_fraction": 0.5,
         "optimizer_fraction": 0.5,
+        "parameter_bytes": 1000,
+        "quantized_bytes": 300,
+        "quantized_fraction": 0.5,
     }
     launch.check(want, Obtained(**good))
     with pytest.raises(ValueError, match=expected):

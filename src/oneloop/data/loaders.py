@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from oneloop import schedule
+from oneloop import schedule, watchdog
 from oneloop.data import sampling
 from oneloop.losses import IGNORE_INDEX
 
@@ -143,6 +143,7 @@ class TrainLoader:
             self.last_micro_batches = sampling.micro_batch_rows(by_length, **self.layout)
             self.last_random_states = _random_states(self.device)
             step = progress.step
+            watchdog.beat()
             yield [self._batch(rows) for rows in self.last_micro_batches]
             assert progress.step == step + 1, "the loop did not call loader.advance(progress) once"
             bar.update()
@@ -178,6 +179,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for row_numbers in sampling.even_batches(len(self.rows), **self.layout):
+            watchdog.beat()
             yield to_device(collate([self.rows[i] for i in row_numbers], self.pad_token_id), self.device)
 
 

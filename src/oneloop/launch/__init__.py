@@ -55,6 +55,8 @@ def start(config: RecipeConfig) -> Accelerator:
     )
     from transformers.utils import logging as transformers_logging
 
+    from oneloop import sharding
+
     # transformers 5.24 warns of an attribute that it, accelerate and peft still read themselves.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
     global _group_kind
@@ -128,6 +130,9 @@ def start(config: RecipeConfig) -> Accelerator:
         raise ValueError(
             f"{want.world_size} processes were started, but they form a group of {accelerator.num_processes}."
         )
+    sharding.check_optimizer(accelerator, config.optim, is_own="." in config.optim)
+    if config.quantization:
+        sharding.check_quantization(accelerator, config.quantization)
     if not accelerator.is_main_process:
         transformers_logging.disable_progress_bar()  # of loading and saving: one of them is enough
     set_seed(config.seed)
@@ -194,7 +199,7 @@ def prepare(
         sharding.clip_before_step(model, base_optimizer, config.max_grad_norm)
     got = sharding.obtained(accelerator, model, optimizer)
     check(requested(), got)
-    how_loss = loss_head.verify(accelerator, model)
+    how_loss = loss_head.verify(accelerator, model, config.per_device_batch_size * config.max_length)
     if accelerator.is_main_process:
         print(banner.text(accelerator, config, model, got, requested().source, how_loss), flush=True)
     # Same weights on every rank until here; from here on each rank draws its own dropout.

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import ipaddress
 import os
+import re
 import socket
 import sys
 import time
@@ -31,8 +32,6 @@ def check_versions() -> None:
 
     Raises ValueError naming all of them at once.
     """
-    from packaging.version import Version
-
     problems, remedies = [], []
     for package, (oldest, reason) in FLOORS.items():
         wanted = f"{package}>={'.'.join(map(str, oldest))}"
@@ -40,8 +39,9 @@ def check_versions() -> None:
             installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             installed = None
-        # The release alone: vendors' builds call themselves 2.10.0a0+their.name.
-        if installed is not None and Version(installed).release >= oldest:
+        # The numbers alone: vendors' builds call themselves 2.10.0a0+their.name.
+        release = re.match(r"\d+(\.\d+)*", installed or "0")
+        if installed and release and tuple(map(int, release[0].split("."))) >= oldest:
             continue
         remedies.append(f"'{wanted}'")
         problems.append(f"{package} {installed} ({reason})" if installed else f"{package} is not installed")
