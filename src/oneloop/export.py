@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oneloop import models, sharding, sources
+from oneloop import models, quantization, sharding, sources, tracking
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,6 +28,7 @@ def check_output_dir(accelerator: Accelerator, config: RecipeConfig) -> None:
 
     Collective. Raises ValueError on every rank.
     """
+    tracking.file_mask()  # an unusable one costs nothing yet
     folder = Path(config.output_dir)
     error = ""
     base = models.base_model_of(config)
@@ -40,7 +41,7 @@ def check_output_dir(accelerator: Accelerator, config: RecipeConfig) -> None:
                     )
                 elif target.exists() and not (folder / "recipe.yaml").is_file():
                     error = f"{target} exists, but is not of an earlier run. Move it, or give another output_dir."
-            folder.mkdir(parents=True, exist_ok=True)
+            tracking.make_output_dir(folder)
             probe = folder / ".writable"
             probe.touch()
             probe.unlink()
@@ -224,7 +225,11 @@ def _first_ranks(error: str) -> str:
 
 
 def _merge(accelerator: Accelerator, adapter: Path, config: RecipeConfig) -> None:
-    """Fold the exported adapter into its base model, in fp32, on the host of the first rank."""
+    """Fold the exported adapter into its base model, in fp32, on the host of the first rank.
+
+    After training on a quantised base these are the values that the quantised layers computed with: the adapter has
+    learnt beside their rounding, so merging into the original weights would give another model.
+    """
     error = ""
     if accelerator.is_main_process:
         try:
@@ -246,7 +251,10 @@ def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
         config,
         dtype=torch.float32,
         use_safetensors=models.use_safetensors(config),
+        **quantization.rounding(config),
     )
+    if config.quantization:
+        model = model.dequantize().to(torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     models.align_for_generation(model, tokenizer)
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
@@ -264,5 +272,6 @@ def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
     if problems:
         return f"{temporary} differs from the merged model: " + "; ".join(problems[:5])
     os.replace(temporary, target)
-    print(f"exported: {target} (merged model, {dtype}, {len(live)} tensors verified)")
+    base_values = f"base as {config.quantization} rounds it, " if config.quantization else ""
+    print(f"exported: {target} (merged model, {base_values}{dtype}, {len(live)} tensors verified)")
     return ""

@@ -79,10 +79,14 @@ class SkippedSteps:
                 "micro_batches": [micro_batch for theirs, _ in everyone for micro_batch in theirs],
                 "random_states": [states for _, states in everyone],
             }
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            where = f"rows in {self.path}"
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+            except OSError as error:  # a full disk must not end what a bad row does not
+                where = f"rows {loader.last_row_ids}; {self.path} cannot be written: {error}"
             print(
-                f"step {step} was not applied: its loss or gradient is not finite (rows in {self.path})",
+                f"step {step} was not applied: its loss or gradient is not finite ({where})",
                 file=sys.stderr,
                 flush=True,
             )

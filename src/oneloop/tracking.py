@@ -4,22 +4,20 @@ A tracker is worth less than the training it watches. So nothing here ever asks,
 ends a run: a tracker that cannot start or fails later is dropped with one warning, and metrics.jsonl goes on.
 """
 
+import contextlib
 import dataclasses
 import enum
 import itertools
 import json
 import math
 import os
-import threading
 import warnings
 from pathlib import Path
 
 from tqdm import tqdm
 
+from oneloop import arguments, redaction, sources, tracker_thread
 from oneloop import config as config_module
-
-NETWORK_TIMEOUT_SECONDS = 3
-"""How long the tracker's server may take to accept a connection before the run is recorded offline."""
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -29,10 +27,13 @@ def start(accelerator, config, topology) -> "Tracker":
 
     config: the recipe's config; topology: what was obtained (`sharding.Obtained`). Both are printed, written to
     `output_dir` as recipe.yaml (to be given to --config again) and topology.json, and shown by the tracker as the
-    run's settings. Raises ValueError, on every process, for a tracker that is not installed.
+    run's settings, without secrets. From here on files are made with `file_mask`. Raises ValueError, on every process,
+    for a tracker that is not installed.
     """
     from accelerate.tracking import get_available_trackers
 
+    # Not earlier: a data or model cache that others share keeps the modes it had.
+    os.umask(file_mask())
     report_to = config.report_to
     installed = {str(name) for name in get_available_trackers()}
     if report_to is None:
@@ -48,13 +49,57 @@ def start(accelerator, config, topology) -> "Tracker":
         )
     output_dir = Path(config.output_dir)
     settings = config_module.to_dict(config) | {"topology": dataclasses.asdict(topology)}
+    shown = redaction.redact_value(settings)
     if accelerator.is_main_process:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        config_module.save_yaml(config, output_dir / "recipe.yaml")
-        (output_dir / "topology.json").write_text(json.dumps(settings["topology"], indent=2) + "\n")
-        print((output_dir / "recipe.yaml").read_text().rstrip(), "-----------", sep="\n", flush=True)
+        make_output_dir(output_dir)
+        _warn_of_secrets([name for name in settings if shown[name] != settings[name]])
+        recipe = arguments.to_yaml({name: value for name, value in shown.items() if name != "topology"})
+        _write(output_dir / "recipe.yaml", recipe)
+        _write(output_dir / "topology.json", json.dumps(shown["topology"], indent=2) + "\n")
+        loaded = redaction.redact_value(sources.record(config))
+        _write(output_dir / sources.RECORD_FILE, json.dumps(loaded, indent=2) + "\n")
+        print(recipe.rstrip(), "-----------", sep="\n", flush=True)
         _set_aside(output_dir / METRICS_FILE)
-    return Tracker(accelerator, settings, output_dir, report_to)
+    return Tracker(accelerator, shown, output_dir, report_to)
+
+
+def file_mask() -> int:
+    """The permissions that files of a run do not have: ONELOOP_UMASK in octal, or all of group and others.
+
+    Raises ValueError for a variable that is no such mask.
+    """
+    text = os.environ.get("ONELOOP_UMASK") or "077"
+    try:
+        mask = int(text, 8)
+    except ValueError:
+        mask = -1
+    if not 0 <= mask <= 0o777 or mask & 0o700:
+        raise ValueError(f"ONELOOP_UMASK is {text!r}: give octal digits that leave the owner all rights, as in 022")
+    return mask
+
+
+def make_output_dir(folder: Path) -> None:
+    """Make the folder of a run, closed to others as `file_mask` says; one that exists keeps its mode."""
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o777 & ~file_mask())
+
+
+def _warn_of_secrets(fields: list[str]) -> None:
+    if fields:
+        warnings.warn(
+            f"tracking: {', '.join(fields)} holds what looks like a secret. The run uses it, but its records have "
+            f"{redaction.MARK} instead, recipe.yaml too. Give secrets by environment variable (HF_TOKEN) or ~/.netrc.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:  # a full disk
+        warnings.warn(f"tracking: {path.name} is not written ({error})", RuntimeWarning, stacklevel=3)
 
 
 def _set_aside(path: Path) -> None:
@@ -79,119 +124,122 @@ class Tracker:
     def __init__(self, accelerator, config: dict, output_dir: Path, report_to: str):
         self.output_dir = output_dir
         self._accelerator = accelerator
-        self._report_to = "none"
         self._file = None
-        self.run_id = None
-        """Id the tracker gave this run, to be kept with a checkpoint; None without a tracker or on other processes."""
+        self._thread = None
+        self._run_id = None
         if not accelerator.is_main_process:
             return
         global _open
         _open = self
-        output_dir.mkdir(parents=True, exist_ok=True)
-        self._file = _open_for_append(output_dir / METRICS_FILE)
-        if report_to == "none":
-            return
-        self._report_to = report_to
-        # A tracker may fail in any way its authors or the network find; none is worth the training.
-        try:
-            self._start_tracker(config, output_dir)
-        except Exception as error:
-            self._drop("did not start", error)
+        make_output_dir(output_dir)
+        self._file = _MetricsFile(output_dir / METRICS_FILE)
+        if report_to != "none":
+            # TensorBoard's hyperparameters know neither None nor lists.
+            values = plain(config, only_scalars=report_to == "tensorboard")
+            self._thread = tracker_thread.TrackerThread(accelerator, report_to, values, output_dir)
+            self._drop_if(self._thread.problem())
 
-    def _start_tracker(self, config: dict, output_dir: Path) -> None:
-        from accelerate.tracking import filter_trackers
-
-        name = os.environ.get("WANDB_NAME") or output_dir.resolve().name
-        project = os.environ.get("WANDB_PROJECT") or "oneloop"
-        settings = {}
-        if self._report_to == "wandb":
-            settings = {**_wandb_settings(output_dir), "name": name}
-        elif self._report_to == "trackio":
-            # Read when trackio is imported; a user's own place is kept.
-            os.environ.setdefault("TRACKIO_DIR", str(output_dir / "trackio"))
-            settings = {"name": name}
-        accelerator = self._accelerator
-        # The Accelerator is built before the output folder is known, so its trackers are chosen now, as its
-        # constructor would (accelerate 1.15, accelerator.py line 528).
-        accelerator.project_configuration.logging_dir = str(output_dir)
-        accelerator.log_with = filter_trackers([self._report_to], accelerator.logging_dir)
-        # TensorBoard's hyperparameters know neither None nor lists.
-        values = plain(config, only_scalars=self._report_to == "tensorboard")
-        accelerator.init_trackers(project, config=values, init_kwargs={self._report_to: settings})
-        if self._report_to == "wandb":
-            self.run_id = accelerator.get_tracker("wandb", unwrap=True).id
+    @property
+    def run_id(self) -> str | None:
+        """Id the tracker gave this run, to be kept with a checkpoint; None without a tracker, before it has started,
+        and on other processes."""
+        return self._run_id if self._thread is None else self._thread.run_id
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Record `metrics` of optimizer step `step`; a step may be logged in parts, but never after a later one."""
         if self._file is None:
             return
-        values = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        known = redaction.known_secrets()
+        values = {
+            redaction.redact(name, known): value if isinstance(value, int) else float(value)
+            for name, value in metrics.items()
+        }
         # JSON knows no NaN: a line with one would be unreadable for everything but Python.
         line = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
         try:
-            self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:  # a full disk; the next line may find room again
-            warnings.warn(f"tracking: step {step} is missing in {METRICS_FILE} ({error})", RuntimeWarning, stacklevel=2)
-        # Not print: a progress bar may stand on the line.
-        tqdm.write(f"step {step:>5}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items()))
-        if self._report_to == "none":
-            return
-        # As above: the training is worth more than its tracker.
-        try:
-            self._accelerator.log(values, step=step)
-        except Exception as error:
-            self._drop(f"failed at step {step}", error)
+            # Not print: a progress bar may stand on the line.
+            tqdm.write(f"step {step:>5}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items()))
+        except OSError:  # whoever read the output has left, or it went to the full disk
+            pass
+        if self._thread is not None:
+            self._thread.log(values, step)
+            self._drop_if(self._thread.problem())
 
     def finish(self, failed: bool = False) -> None:
-        """Close the records, the tracker's run as finished or as failed; calling it again does nothing.
-
-        Accelerate's `end_training` is not used: it knows no failed runs and takes the process group down with it.
-        """
+        """Close the records, the tracker's run as finished or as failed; calling it again does nothing."""
         if self._file is None:
             return
         self._file.close()
         self._file = None
-        try:
-            if self._report_to == "wandb":
-                import wandb
+        if self._thread is not None:
+            self._drop_if(self._thread.close(failed))
+            self._forget()
 
-                self._accelerator.get_tracker("wandb", unwrap=True).finish(exit_code=int(failed))
-                # Of a failed run, `finish` returns before all is written (wandb 0.31), and a process that failed may
-                # leave without the exit handlers that would wait for it.
-                wandb.teardown()
-            elif self._report_to != "none":
-                self._accelerator.get_tracker(self._report_to).finish()
-        except Exception as error:  # the training is over and its results are safe
-            self._drop("did not close", error)
-        self._forget()
-
-    def _drop(self, what: str, error: Exception) -> None:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        warnings.warn(
-            f"tracking: {self._report_to} {what} and is dropped ({reason}); {METRICS_FILE} goes on",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        self._forget()
+    def _drop_if(self, problem: str | None) -> None:
+        if problem is not None:
+            warnings.warn(
+                f"tracking: {self._thread.name} {problem}. It is dropped; {METRICS_FILE} has everything",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            self._forget()
 
     def _forget(self) -> None:
-        self._report_to = "none"
+        self._run_id, self._thread = self.run_id, None
         self._accelerator.trackers.clear()
         self._accelerator.log_with = []
 
 
+class _MetricsFile:
+    """metrics.jsonl; lines that find no room on the disk are kept, and written before the next one that does."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = None
+        self._waiting = b""
+        self._is_failing = False
+        # If a killed run left its last line unfinished, ours starts on a new one all the same.
+        if path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n"):
+            self._waiting = b"\n"
+        self._flush()  # a run that logs nothing leaves an empty file; an error shows at the first line
+
+    def write(self, line: str) -> None:
+        self._waiting += line.encode()
+        error = self._flush()
+        if error and not self._is_failing:
+            warnings.warn(
+                f"tracking: {METRICS_FILE} cannot be written ({error}); its lines are kept until it can",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._is_failing = bool(error)
+
+    def close(self) -> None:
+        error = self._flush()
+        if error:
+            lost = self._waiting.count(b"\n")
+            warnings.warn(
+                f"tracking: {METRICS_FILE} lacks its last {lost} lines ({error})", RuntimeWarning, stacklevel=3
+            )
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _flush(self) -> OSError | None:
+        try:
+            if self._file is None:
+                # No buffer: Python's would lose or repeat parts of a line when the disk is full.
+                self._file = open(self._path, "ab", buffering=0)
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            return error
+        return None
+
+
 def _short(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < math.inf else f"{value:.4g}"
-
-
-def _open_for_append(path: Path):
-    """Open a file of lines; if a killed run left its last line unfinished, ours starts on a new one all the same."""
-    unfinished = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    file = open(path, "a", encoding="utf-8")
-    if unfinished:
-        file.write("\n")
-    return file
 
 
 def plain(value: dict, only_scalars: bool = False) -> dict:
@@ -214,76 +262,6 @@ def plain(value: dict, only_scalars: bool = False) -> dict:
         else:
             result[str(name)] = flat(item)
     return result
-
-
-# --- wandb ------------------------------------------------------------------------------------------------------------
-
-
-def _wandb_settings(output_dir: Path) -> dict:
-    """Arguments of `wandb.init`: offline by itself where online would ask or hang; no machine details, no code."""
-    import wandb
-
-    settings = wandb.setup().settings
-    mode = settings.mode
-    if mode == "online":
-        reason = _why_offline(settings.base_url)
-        if reason:
-            mode = "offline"
-            print(
-                f"tracking: wandb records offline ({reason}); upload with: wandb sync {output_dir}/wandb/offline-run-*",
-                flush=True,
-            )
-    return {
-        "dir": str(output_dir),
-        "mode": mode,
-        "settings": wandb.Settings(x_disable_meta=True, save_code=False),
-    }
-
-
-def _why_offline(base_url: str) -> str | None:
-    """What stands against an online run, or None. Credentials come first: without them wandb would ask at the
-    terminal."""
-    import wandb
-    from wandb.errors import AuthenticationError
-
-    try:
-        if not wandb.login(prompt=False, verify=False):
-            return "no API key: run wandb login, or set WANDB_API_KEY"
-    except AuthenticationError as error:
-        return f"unusable credentials: {error}"
-    # A user who asks for online in so many words gets wandb's own retries instead of our short look.
-    if os.environ.get("WANDB_MODE") != "online" and not _is_reachable(base_url):
-        return f"{base_url} cannot be reached"
-    return None
-
-
-def _is_reachable(url: str) -> bool:
-    """Whether a connection to the host of `url`, or to the proxy in front of it, opens in time.
-
-    In a thread of its own because the timeout of a socket does not cover the name look-up, which can take a minute.
-    """
-    import socket
-    import urllib.parse
-    import urllib.request
-
-    target = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(target.scheme)
-    if proxy and not urllib.request.proxy_bypass(target.hostname):
-        target = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port = target.port or (443 if target.scheme == "https" else 80)
-    opened = threading.Event()
-
-    def connect():
-        try:
-            socket.create_connection((target.hostname, port), timeout=NETWORK_TIMEOUT_SECONDS).close()
-        except OSError:
-            return
-        opened.set()
-
-    attempt = threading.Thread(target=connect, daemon=True)
-    attempt.start()
-    attempt.join(NETWORK_TIMEOUT_SECONDS)
-    return opened.is_set()
 
 
 # --- picture ----------------------------------------------------------------------------------------------------------
