@@ -8,17 +8,14 @@ the model answers as ever.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib.util
-import inspect
 import os
-import time
 from typing import TYPE_CHECKING
 
 import torch
 
-from oneloop import losses, sharding
+from oneloop import loss_kernel, losses, sharding
+from oneloop.loss_kernel import ASK, Case
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -106,16 +103,18 @@ def _is_plain(head) -> bool:
     return len(head.lora_A) == 1 and not head.lora_variant and not any(head.lora_bias.values())
 
 
-def _linear_loss(head, original, hidden, targets=None, *args, kernel=None, **kwargs):
-    if targets is None:
-        return original(hidden, *args, **kwargs)
+def _linear_loss(head, original, *args, kernel=None, **kwargs):
+    if kernel is None:
+        return original(*args, **kwargs)
+    hidden, targets = args
     return kernel(hidden, head.weight, targets, head.bias, **kwargs)
 
 
-def _lora_loss(head, original, hidden, targets=None, *args, kernel=None, **kwargs):
+def _lora_loss(head, original, *args, kernel=None, **kwargs):
     """The logits of peft 0.21's `lora.Linear.forward`: base(x) + scaling * B(A(dropout(x)))."""
-    if targets is None:
-        return original(hidden, *args, **kwargs)
+    if kernel is None:
+        return original(*args, **kwargs)
+    hidden, targets = args
     low_rank = None
     active = [name for name in head.active_adapters if name in head.lora_A]
     if active and not head.disable_adapters and not head.merged:
@@ -143,9 +142,9 @@ def verify(accelerator: Accelerator, model: torch.nn.Module, num_positions: int 
     """
     from accelerate.utils import broadcast_object_list, gather_object
 
-    (asked,) = broadcast_object_list([os.environ.get(KERNEL) or None])
+    (asked,) = broadcast_object_list([os.environ.get(ASK) or None])
     if asked not in (None, "liger", "chunks"):
-        raise ValueError(f"{KERNEL} is {asked!r}: give liger or chunks, or unset it to have the faster one.")
+        raise ValueError(f"{ASK} is {asked!r}: give liger or chunks, or unset it to have the faster one.")
     causal = _causal_model(accelerator.unwrap_model(model, keep_torch_compile=False))
     difference, case = "the head is no plain linear layer", None
     if causal.loss_head_fuses:
@@ -154,13 +153,13 @@ def verify(accelerator: Accelerator, model: torch.nn.Module, num_positions: int 
     if difference is not None:
         causal.loss_head_fuses = False
         if asked:
-            raise ValueError(f"{KERNEL} is {asked!r}, but this model's loss needs whole logits: {difference}. Unset it.")
+            raise ValueError(f"{ASK} is {asked!r}, but this model's loss needs whole logits: {difference}. Unset it.")
         return f"from whole logits ({difference})"
-    causal.loss_kernel, how = _choose_kernel(accelerator, case, num_positions, asked)
+    causal.loss_kernel, how = loss_kernel.choose(accelerator, case, num_positions, asked)
     return how
 
 
-def _difference(accelerator: Accelerator, model, causal) -> tuple[str | None, _Case | None]:
+def _difference(accelerator: Accelerator, model, causal) -> tuple[str | None, Case | None]:
     """How a model's loss differs from the one assumed here, if it does; and what the loss is computed from.
 
     The model runs twice: to give logits, with its head's input and output recorded and the output replaced by known
@@ -169,15 +168,15 @@ def _difference(accelerator: Accelerator, model, causal) -> tuple[str | None, _C
     inputs, outputs, cases = [], [], []
 
     def record(_, args, output):
-        inputs.append(args[0].detach().flatten(0, -2))
-        if len(args) > 1:
+        inputs.extend(hidden.detach().flatten(0, -2) for hidden in args[:1])
+        if len(args) != 1:
             return None
         outputs.append(output.detach().flatten(0, -2).float())
         # Large enough to tell a cap of 30 from none; in fp32 whatever the head computes in, to be compared closely.
-        return torch.linspace(-40, 40, output.size(-1), device=output.device).expand(output.shape)
+        return torch.linspace(-40, 40, output.size(-1), device=output.device).expand(output.shape).clone()
 
     def note_case(hidden, weight, labels, bias=None, **kwargs):
-        cases.append(_Case.of(hidden, weight, bias, **kwargs))
+        cases.append(Case.of(hidden, weight, bias, **kwargs))
         return losses.linear_cross_entropy_sum(hidden, weight, labels, bias, **kwargs)
 
     ids = torch.arange(8, device=accelerator.device)[None]
@@ -196,16 +195,17 @@ def _difference(accelerator: Accelerator, model, causal) -> tuple[str | None, _C
         causal.loss_kernel = kernel
         model.train(was_training)
     if len(inputs) != 2 or len(outputs) != 1:
-        return f"{type(causal).__name__} calls its head {len(inputs)} times instead of 2", None
-    known = torch.linspace(-40, 40, got.size(-1), device=got.device)
+        return f"{type(causal).__name__} calls its head in a way of its own", None
     own, assumed = inputs
-    own_logits = _treated(outputs[0], **_treatment(causal))
-    own_loss = losses.cross_entropy_sum(own_logits[None], ids)
-    if not _close(own[:-1], assumed):
+    known = torch.linspace(-40, 40, got.size(-1), device=got.device)
+    wanted = _treated(known, **_treatment(causal)).expand(got.shape)
+    own_loss = losses.cross_entropy_sum(_treated(outputs[0], **_treatment(causal))[None], ids)
+    coarse = 1e-4 if cases[0].compute_dtype == torch.float32 else 0.02
+    if not _close(own[:-1], assumed, 0, coarse):
         return f"{type(causal).__name__} treats hidden states in a way of its own", None
-    if not _close(got, _treated(known, **_treatment(causal)).expand_as(got)):
+    if not _close(got, wanted, coarse, 1e-4):  # each logit by itself: rounding is relative, and a shift is not
         return f"{type(causal).__name__} treats logits in a way of its own", None
-    if not _close(loss_sum, own_loss, like=own):
+    if not abs(loss_sum - own_loss) <= coarse * (own_loss + len(assumed)):
         return f"the head of {type(causal).__name__} computes in a way of its own", None
     return None, cases[0]
 
@@ -215,106 +215,8 @@ def _treated(logits: torch.Tensor, scale: float, softcap: float | None) -> torch
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _close(got: torch.Tensor, wanted: torch.Tensor, like: torch.Tensor | None = None) -> bool:
-    """Whether two tensors are equal but for rounding in the coarser dtype of `got`, or of `like`."""
-    tolerance = 1e-4 if (got if like is None else like).dtype == torch.float32 else 0.02
+def _close(got: torch.Tensor, wanted: torch.Tensor, relative: float, absolute: float) -> bool:
+    """Whether two tensors are equal but for a share of each element, and a share of the largest."""
     got, wanted = got.float(), wanted.float()
-    return got.shape == wanted.shape and bool((got - wanted).abs().max() <= tolerance * wanted.abs().max())
-
-
-# --- the kernel ------------------------------------------------------------------------------------------------------
-
-KERNEL = "ONELOOP_LOSS_KERNEL"
-"""Environment variable: `liger` or `chunks`, to have that kernel; unset, the faster one."""
-WITHOUT_TRITON = ("cpu", "mps")
-"""Kinds of device that Liger's kernel cannot run on."""
-_CHUNKS = "in chunks, without whole logits"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Case:
-    """What a model's loss is computed from, as far as the speed of a kernel depends on it."""
-
-    hidden_size: int
-    vocabulary: int
-    hidden_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    trains_weight: bool
-    has_bias: bool
-    has_adapter: bool
-    scale: float
-    softcap: float | None
-
-    @classmethod
-    def of(cls, hidden, weight, bias, *, low_rank=None, scale=1.0, softcap=None) -> _Case:
-        return cls(
-            hidden_size=weight.size(1),
-            vocabulary=weight.size(0),
-            hidden_dtype=hidden.dtype,
-            weight_dtype=weight.dtype,
-            compute_dtype=losses.product_dtype(hidden),
-            trains_weight=weight.requires_grad,
-            has_bias=bias is not None,
-            has_adapter=low_rank is not None,
-            scale=scale,
-            softcap=softcap,
-        )
-
-
-def liger_cross_entropy_sum(hidden, weight, labels, bias=None, *, low_rank=None, scale=1.0, softcap=None):
-    """`losses.linear_cross_entropy_sum`, the same arguments and results, by the kernel of liger-kernel 0.8.
-
-    It adds the head's gradient up in fp32 and rounds it once, to the dtype of the products. An adapter on the head is
-    beyond it.
-    """
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    assert low_rank is None
-    if not len(labels):  # it divides by the number of positions
-        return losses.linear_cross_entropy_sum(hidden, weight, labels, bias, scale=scale, softcap=softcap)
-    if torch.is_grad_enabled() and weight.requires_grad and not hidden.requires_grad:
-        # Or it leaves the weight's gradient out (ops/fused_linear_cross_entropy.py, `input_requires_grad`).
-        hidden = hidden.detach().requires_grad_()
-    dtype = losses.product_dtype(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):  # it would cast the weight again for every chunk
-        output = liger_fused_linear_cross_entropy(
-            scale * hidden.to(dtype),
-            weight.to(dtype),
-            labels,
-            None if bias is None else scale * bias.to(dtype),
-            ignore_index=losses.IGNORE_INDEX,
-            reduction="sum",
-            softcap=softcap,
-            accum_dtype=torch.float32,
-            return_predicted_tokens=True,
-        )
-    return output.loss, (output.predicted_tokens == labels).sum()
-
-
-def _choose_kernel(accelerator: Accelerator, case: _Case, num_positions: int, asked: str | None):
-    """(function, a few words): Liger's kernel where it is installed, can be used, and is faster; else the chunks.
-
-    The first rank tries both, and all ranks use what it found. Raises ValueError where Liger's is asked for in vain.
-    """
-    from accelerate.utils import broadcast_object_list, gather_object
-
-    if asked == "chunks":
-        return losses.linear_cross_entropy_sum, f"{_CHUNKS} ({KERNEL})"
-    if asked is None and importlib.util.find_spec("liger_kernel") is None:
-        obstacle, seconds = "", None
-    else:
-        obstacle, seconds = _obstacle(accelerator.device, case), None
-    obstacle = next((other for other in gather_object([obstacle]) if other is not None), None)
-    if obstacle is None:
-        trial = _trial(accelerator.device, case, min(num_positions, 32768)) if accelerator.is_main_process else None
-        obstacle, seconds = broadcast_object_list([trial])[0]
-    if asked and obstacle is not None:
-        raise ValueError(f"{KERNEL} is liger, but {obstacle or 'liger-kernel is not installed'}. Unset it.")
-    if obstacle is not None:
-        return losses.linear_cross_entropy_sum, _CHUNKS + (f" ({obstacle})" if obstacle else "")
-    ours, ligers = seconds
-    times = f"{1e3 * ligers:.3g} ms by Liger's kernel, {1e3 * ours:.3g} ms in chunks"
-    if asked or ligers < ours:
-        return liger_cross_entropy_sum, f"by Liger's kernel, without whole logits ({times})"
-    return losses.linear_cross_entropy_sum, f"{_CHUNKS} ({times})"
+    limit = relative * wanted.abs() + absolute * wanted.abs().max()
+    return got.shape == wanted.shape and bool(((got - wanted).abs() <= limit).all())

@@ -1,7 +1,7 @@
 """Training objectives as pure functions on tensors that return *sums*, so that the one division happens where both
 the sum and the count are global (over micro-batches and ranks).
 
-Letters in shapes: B rows, T tokens in a row (padded), V vocabulary.
+Letters in shapes: B rows, T tokens in a row (padded), V vocabulary, N positions, D hidden size.
 """
 
 from __future__ import annotations
@@ -77,14 +77,19 @@ def linear_cross_entropy_sum(
     return _LinearCrossEntropy.apply(torch.is_grad_enabled(), labels, bias, scale, softcap, *flat)
 
 
+def product_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype that matrix products of `hidden` run in: that of autocast, where it is on."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, wants_grad, labels, bias, scale, softcap, *flat):
         hiddens, weights = flat[0::2], flat[1::2]
-        kind = labels.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hiddens[0].dtype
+        dtype = product_dtype(hiddens[0])
         needs_bias, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[5:]
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(labels.device.type, enabled=False):
             loss_sum, num_correct, grads = _walk_chunks(
                 [hidden.detach().to(dtype) for hidden in hiddens],
                 [weight.detach().to(dtype) for weight in weights],
@@ -149,7 +154,7 @@ def _walk_chunks(
         counts = wanted != IGNORE_INDEX
         index = wanted.clamp(min=0)[:, None]
         picked = logits.gather(1, index)[:, 0]
-        slope = 1 - (logits / softcap).square() if softcap is not None and wants_grad else None
+        slope = (logits / softcap).square_().neg_().add_(1) if softcap is not None and wants_grad else None
         highest, best = logits.max(1)
         normaliser = logits.sub_(highest[:, None]).exp_().sum(1)
         losses = normaliser.log() + highest - picked
@@ -171,6 +176,7 @@ def _walk_chunks(
                 _add_product(by_weight, rounded, hidden[chunk])
         if grad_bias is not None:
             grad_bias += grad.sum(0)
+        del rounded, slope  # each the size of a chunk, or they would live beside those of the next
     grads = [grad_bias]
     for by_hidden, by_weight in zip(grad_hidden, grad_weight, strict=True):
         grads += [by_hidden, by_weight]
