@@ -105,9 +105,13 @@ def _stored_dtype(base: BaseModel, trust_remote_code: bool) -> torch.dtype:
     from transformers import AutoConfig
 
     source = sources.find_model(base, trust_remote_code)
-    dtype = _load(
-        AutoConfig.from_pretrained, source, revision=source.revision, trust_remote_code=trust_remote_code
-    ).dtype
+    saved = _load(AutoConfig.from_pretrained, source, revision=source.revision, trust_remote_code=trust_remote_code)
+    if getattr(saved, "quantization_config", None):
+        raise ValueError(
+            f"model_name_or_path: {base.name!r} is quantised already, in a form that need not bear sharding or "
+            "merging. Name the original model, and set quantization: nf4 to hold it in 4 bits."
+        )
+    dtype = saved.dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
@@ -188,6 +192,14 @@ def _continued(model, folder: str):
 def _check_module_names(config: RecipeConfig, model) -> None:
     """Refuse a name that fits no module: peft is content if any of a list does."""
     names = [name for name, _ in model.named_modules()]
+    if config.quantization:
+        packed = [name for name, module in model.named_modules() if quantization.is_quantized(module)]
+        for wanted in config.lora_modules_to_save or []:
+            if any(name == wanted or name.endswith(f".{wanted}") for name in packed):
+                raise ValueError(
+                    f"lora_modules_to_save: {wanted!r} is held in {config.quantization}, which cannot be trained in "
+                    "full. Name it in lora_target_modules, or leave quantization out."
+                )
     for field in ("lora_target_modules", "lora_modules_to_save"):
         for wanted in getattr(config, field) or []:
             if not any(name == wanted or name.endswith(f".{wanted}") for name in names):

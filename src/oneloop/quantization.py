@@ -27,20 +27,30 @@ def settings(config: RecipeConfig, accelerator: Accelerator) -> dict:
     """
     if config.quantization is None:
         return {}
+    sharding.check_quantization(accelerator, config.quantization)
+    return rounding(
+        config,
+        compute_dtype=sharding.compute_dtype(accelerator),
+        storage_dtype=sharding.quantized_storage_dtype(accelerator),
+    ) | sharding.loading_device(accelerator)
+
+
+def rounding(config: RecipeConfig, compute_dtype=torch.float32, storage_dtype=torch.uint8) -> dict:
+    """The `quantization_config` of transformers for `config.quantization`, as a keyword argument, if there is any."""
     from transformers import BitsAndBytesConfig
 
-    sharding.check_quantization(accelerator, config.quantization)
-    if config.quantization == "nf4":
-        quantizer = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=sharding.compute_dtype(accelerator),
-            bnb_4bit_quant_storage=sharding.quantized_storage_dtype(accelerator),
-        )
-    else:
-        quantizer = BitsAndBytesConfig(load_in_8bit=True)
-    return {"quantization_config": quantizer, **sharding.loading_device(accelerator)}
+    if config.quantization is None:
+        return {}
+    if config.quantization == "int8":
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=storage_dtype,
+    )
+    return {"quantization_config": nf4}
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
@@ -67,10 +77,3 @@ def make_trainable_around(model: torch.nn.Module) -> int:
     if not layers:
         raise ValueError("quantization: the model has no linear layer that could be quantised; leave it out.")
     return len(layers)
-
-
-def dequantized(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with plain fp32 weights of the values that its quantised layers compute with: what an adapter has been
-    trained on, so that merging into it is exact."""
-    model = model.dequantize()
-    return model.to(torch.float32)

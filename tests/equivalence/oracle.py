@@ -24,13 +24,28 @@ def lr_at(step: int, lr: float, warmup: int, total: int) -> float:
     return lr * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
 
 
-def train(model_dir: str, rows: list[dict], pad: int, config: dict, lora: dict | None = None, bf16: bool = False):
-    """Returns (list of {loss, grad_norm, lr}, final state: name -> fp32 tensor as exported)."""
-    from transformers import AutoModelForCausalLM
+def load(model_dir: str, dtype: torch.dtype, quantized: bool):
+    """The model; `quantized` gives it the values that NF4 with double quantisation rounds its layers to."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.bfloat16 if bf16 and lora is not None else torch.float32
-    )
+    if not quantized:
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    rounding = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, quantization_config=rounding)
+    return model.dequantize().to(dtype)
+
+
+def train(
+    model_dir: str,
+    rows: list[dict],
+    pad: int,
+    config: dict,
+    lora: dict | None = None,
+    bf16: bool = False,
+    quantized: bool = False,
+):
+    """Returns (list of {loss, grad_norm, lr}, final state: name -> fp32 tensor as exported)."""
+    model = load(model_dir, torch.bfloat16 if bf16 and lora is not None else torch.float32, quantized)
     if lora is not None:
         from peft import LoraConfig, get_peft_model
 

@@ -23,11 +23,35 @@ def load_recipe(path: Path):
     return module
 
 
+def poison(recipe, step: int, rank: int, what: str) -> None:
+    """Spoil the last micro-batch of one training step (counted from 0, two micro-batches each) on one rank.
+
+    what: `loss` makes it infinite but leaves the gradient as it is; `gradient` the other way round.
+    """
+    healthy = recipe.compute_loss_sum
+    seen = []
+
+    def compute_loss_sum(model, batch):
+        loss_sum, metrics = healthy(model, batch)
+        if loss_sum.requires_grad:
+            seen.append(None)
+            if len(seen) == 2 * (step + 1) and int(os.environ.get("RANK", 0)) == rank:
+                if what == "loss":
+                    loss_sum = loss_sum + float("inf")
+                else:
+                    loss_sum.register_hook(lambda gradient: gradient * float("nan"))
+        return loss_sum, metrics
+
+    recipe.compute_loss_sum = compute_loss_sum
+
+
 def main(cases_path: str) -> None:
     for case in json.loads(Path(cases_path).read_text()):
         # What `accelerate launch --mixed_precision` sets; the YAML's value is the launcher's own.
         os.environ["ACCELERATE_MIXED_PRECISION"] = case["mixed_precision"]
         recipe = load_recipe(ROOT / "recipes" / f"{case['recipe']}.py")
+        if "poison" in case:
+            poison(recipe, **case["poison"])
         config_class = next(c for name, c in vars(recipe).items() if name.lower() == f"{case['recipe']}config")
         try:
             recipe.main(config_class(**case["config"]))

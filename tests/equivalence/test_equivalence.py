@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import tiny
 from tests.equivalence import launcher, oracle
@@ -35,10 +36,34 @@ CASES = {
     "lora, checkpointing": (True, "no", {"per_device_batch_size": 4, "gradient_checkpointing": True}),
     "full, bf16": (False, "bf16", {"per_device_batch_size": 2}),
     "lora, bf16": (True, "bf16", {"per_device_batch_size": 2}),
+    "qlora": (True, "no", {"per_device_batch_size": 2, "quantization": "nf4"}),
+    "lora, undisturbed": (True, "no", {"per_device_batch_size": 2}),
+    "qlora, undisturbed": (True, "no", {"per_device_batch_size": 2, "quantization": "nf4"}),
+    "qlora, bf16": (True, "bf16", {"per_device_batch_size": 2, "quantization": "nf4"}),
+    "qlora, checkpointing": (
+        True,
+        "bf16",
+        {"per_device_batch_size": 4, "quantization": "nf4", "gradient_checkpointing": True},
+    ),
     "full, 100 steps": (False, "no", {"per_device_batch_size": 4, "max_steps": 100}),
     "lora, 100 steps": (True, "no", {"per_device_batch_size": 4, "max_steps": 100}),
 }
-LONG = ("full, 100 steps", "lora, 100 steps")  # on two ranks only
+# Activations are quantised in the forward pass, too, so the reference is not the oracle but the run under `single`.
+INT8 = {
+    "int8": (True, "no", {"per_device_batch_size": 2, "quantization": "int8"}),
+    "int8, undisturbed": (True, "no", {"per_device_batch_size": 2, "quantization": "int8"}),
+}
+# One step whose loss or gradient is not finite, on one of two ranks; the reference is the run under `single`.
+POISONED = {
+    "poisoned loss": (False, "no", {"max_steps": 6}),
+    "poisoned gradient": (True, "no", {"max_steps": 6}),
+    "poisoned loss, bf16": (False, "bf16", {"max_steps": 6}),
+}
+POISONED_STEP = 2
+ON_TWO_RANKS = ("lora, undisturbed", "qlora, undisturbed", "qlora, bf16", "qlora, checkpointing")
+ON_TWO_RANKS += ("full, 100 steps", "lora, 100 steps")
+EVALUATED = ("lora", "qlora", "int8")
+SHARDS_WEIGHTS = ("zero3", "fsdp2")
 # Largest difference from the oracle that is allowed, relative to the value (weights: to the tensor's largest element).
 # Different orders of summation are all that may differ in fp32. Where the optimizer is offloaded, DeepSpeed steps with
 # an AdamW kernel of its own, whose rounding adds up over 100 steps. In bf16 the backends also round at different
@@ -58,8 +83,18 @@ def tolerance(config: str, mixed_precision: str) -> dict[str, float]:
     return TOLERANCES["fp32, kernel of its own" if config in OWN_KERNEL else "fp32"]
 
 
-def cases_for(ranks: int) -> dict:
-    return {name: case for name, case in CASES.items() if ranks > 1 or name not in LONG}
+def cases_for(config: str, ranks: int) -> dict:
+    """The cases of one launch: `single` has all but the long ones, other configs most of them on two ranks only."""
+    if config == "single":
+        return {name: case for name, case in (CASES | INT8).items() if "100 steps" not in name}
+    return {name: case for name, case in CASES.items() if ranks > 1 or name not in ON_TWO_RANKS} | int8_for(
+        config, ranks
+    )
+
+
+def int8_for(config: str, ranks: int) -> dict:
+    """Sharded configs refuse it; see test_int8_is_refused_where_weights_are_sharded."""
+    return INT8 if ranks > 1 and not config.startswith(SHARDS_WEIGHTS) else {}
 
 
 @pytest.fixture(scope="session")
@@ -93,10 +128,10 @@ def material(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def canonical(material):
-    """(adapter?, mixed precision) -> the oracle's trajectory, each computed once."""
+    """(adapter?, mixed precision, ...) -> the oracle's trajectory, each computed once."""
 
     @functools.cache
-    def of(adapter: bool, mixed_precision: str, max_steps: int):
+    def of(adapter: bool, mixed_precision: str, max_steps: int, quantized: bool):
         return oracle.train(
             material["model_dir"],
             material["rows"],
@@ -104,6 +139,7 @@ def canonical(material):
             TRAINING | {"max_steps": max_steps},
             lora=LORA if adapter else None,
             bf16=mixed_precision == "bf16",
+            quantized=quantized,
         )
 
     return of
@@ -117,15 +153,19 @@ def launched(material, tmp_path_factory):
     def run(config: str, ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{config}-{ranks}")
         cases = []
-        for name, (adapter, mixed_precision, extra) in cases_for(ranks).items():
+        for name, (adapter, mixed_precision, extra) in cases_for(config, ranks).items():
             settings = TRAINING | extra | {"output_dir": str(folder / name)}
             settings |= {"model_name_or_path": material["model_dir"], "dataset_name": material["data"]}
             settings |= {"logging_steps": 1, "report_to": "none", "export_dtype": "fp32"}
-            if name == "lora":
+            if name in EVALUATED:
                 settings |= {"eval_dataset_name": material["eval_data"], "eval_generations": 3, "eval_steps": 5}
             if adapter:
                 settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_alpha": LORA["lora_alpha"]}
-            cases.append({"name": name, "recipe": "sft", "mixed_precision": mixed_precision, "config": settings})
+            case = {"name": name, "recipe": "sft", "mixed_precision": mixed_precision, "config": settings}
+            if name in POISONED:  # two micro-batches a step, whatever the number of ranks
+                settings["per_device_batch_size"] = 4 // ranks
+                case["poison"] = {"step": POISONED_STEP, "rank": ranks - 1, "what": name.split()[1].strip(",")}
+            cases.append(case)
         launcher.run_cases(config, ranks, cases, folder)
         return folder
 
@@ -139,8 +179,11 @@ measured: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
 def test_same_numbers(config, ranks, launched, canonical):
     folder = launched(config, ranks)
     problems = []
-    for name, (adapter, mixed_precision, extra) in cases_for(ranks).items():
-        log, weights = canonical(adapter, mixed_precision, extra.get("max_steps", TRAINING["max_steps"]))
+    for name, (adapter, mixed_precision, extra) in cases_for(config, ranks).items():
+        if name in INT8 or name in POISONED:
+            continue
+        steps = extra.get("max_steps", TRAINING["max_steps"])
+        log, weights = canonical(adapter, mixed_precision, steps, "quantization" in extra)
         metrics = launcher.read_metrics(folder / name)
         got = {key: launcher.column(metrics, f"train/{key}") for key in ("loss", "grad_norm", "lr")}
         assert all(len(values) == len(log) for values in got.values()), name
@@ -182,15 +225,78 @@ def assert_topology(output_dir: Path, config: str, ranks: int, per_device_batch_
         assert got["wrapped"]["DeepSpeedEngine"] == 1, got
 
 
+@pytest.mark.parametrize("config,ranks", [pair for pair in RANKS if int8_for(*pair)], ids=lambda value: str(value))
+def test_int8_is_the_same(config, ranks, launched):
+    reference = launcher.read_metrics(launched("single", 1) / "int8")
+    metrics = launcher.read_metrics(launched(config, ranks) / "int8")
+    for name, tolerance in (("train/loss", 2e-5), ("train/grad_norm", 2e-3), ("eval/loss", 2e-5)):
+        got, want = launcher.column(metrics, name), launcher.column(reference, name)
+        assert len(want) == (4 if name == "eval/loss" else TRAINING["max_steps"])
+        assert got == pytest.approx(want, rel=tolerance), name
+
+
+@pytest.mark.parametrize("config,ranks", [pair for pair in RANKS if pair[1] > 1], ids=lambda value: str(value))
+def test_step_that_is_not_finite_is_left_out_on_all_ranks(config, ranks, launched):
+    for name, (_, mixed_precision, _) in POISONED.items():
+        reference, folder = launched("single", 1) / name, launched(config, ranks) / name
+        want, got = launcher.read_metrics(reference), launcher.read_metrics(folder)
+        allowed = tolerance(config, mixed_precision)
+        for metric in ("loss", "grad_norm"):
+            values, expected = (launcher.column(metrics, f"train/{metric}") for metrics in (got, want))
+            assert (values[POISONED_STEP] in ("inf", "nan")) == (metric == "grad_norm" or "loss" in name)
+            del values[POISONED_STEP], expected[POISONED_STEP]
+            assert values == pytest.approx(expected, rel=allowed[metric]), (name, metric)
+        assert launcher.column(got, "train/skipped_steps") == [0, 0, 1, 1, 1, 1]
+        record = json.loads((folder / "skipped_steps.jsonl").read_text())
+        assert record["step"] == POISONED_STEP + 1 and len(record["random_states"]) == ranks
+        rows = [row for micro_batch in record["micro_batches"] for row in micro_batch["rows"]]
+        assert sorted(rows) == sorted(record["rows"]) and len(rows) == TRAINING["global_batch_size"]
+        infinite = [m["rank"] for m in record["micro_batches"] if m["loss_sum"] == "inf"]
+        assert infinite == ([ranks - 1] if "loss" in name else [])
+        tensors, weights = (launcher.read_tensors(at / "model") for at in (folder, reference))
+        for key, tensor in tensors.items():
+            assert (tensor - weights[key]).abs().max() <= allowed["weights"] * weights[key].abs().max(), (name, key)
+
+
+@pytest.mark.parametrize("config,ranks", RANKS, ids=lambda value: str(value))
+def test_evaluation_leaves_no_trace(config, ranks, launched):
+    """Losses and generated answers in the middle of a run, and the run without them: the same bits.
+
+    4-bit layers repack themselves in evaluation mode on some CPUs, and a sharded weight is then gathered in the packing
+    that it had before.
+    """
+    compared = 0
+    for name in EVALUATED:
+        if f"{name}, undisturbed" not in cases_for(config, ranks):
+            continue
+        with_it, without = (launched(config, ranks) / case for case in (name, f"{name}, undisturbed"))
+        for metric in ("train/loss", "train/grad_norm"):
+            got, want = (launcher.column(launcher.read_metrics(folder), metric) for folder in (with_it, without))
+            assert got == want and len(got) == TRAINING["max_steps"], f"{name}: {metric}"
+        tensors, expected = (launcher.read_tensors(folder / "model") for folder in (with_it, without))
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in tensors.items()), name
+        compared += 1
+    assert compared == (0 if ranks == 1 and config != "single" else 2 if config.startswith(SHARDS_WEIGHTS) else 3)
+
+
+@pytest.mark.parametrize("config", ("zero3", "fsdp2"))
+def test_sharding_of_4_bit_weights_is_measured(config, launched):
+    whole, sharded = (
+        json.loads((launched(*at) / "qlora" / "topology.json").read_text()) for at in (("single", 1), (config, 2))
+    )
+    assert whole["quantized_fraction"] == 1 and whole["quantized_bytes"] > 0
+    assert sharded["quantized_fraction"] == pytest.approx(0.5, abs=0.02)
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_evaluation_is_the_same(config, launched):
     """Token-weighted evaluation and generated answers do not depend on the config or the number of ranks."""
-    reference = launcher.read_metrics(launched("single", 1) / "lora")
+    references = {name: launcher.read_metrics(launched("single", 1) / name) for name in ("lora", "qlora")}
     names = ("eval/loss", "eval/perplexity", "eval/token_accuracy", "eval/exact_match")
-    for ranks in (r for c, r in RANKS if c == config):
-        metrics = launcher.read_metrics(launched(config, ranks) / "lora")
+    for ranks, case in ((r, case) for c, r in RANKS if c == config for case in references):
+        metrics = launcher.read_metrics(launched(config, ranks) / case)
         for name in names:
-            got, want = launcher.column(metrics, name), launcher.column(reference, name)
+            got, want = launcher.column(metrics, name), launcher.column(references[case], name)
             assert len(got) == len(want) == 4, "before step 1, after 5 and 10, and at the end"
             assert got == pytest.approx(want, rel=1e-5), name
 
