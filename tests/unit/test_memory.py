@@ -26,10 +26,20 @@ MEASURED = {
     ("zero3", 1, "bf16"): (18, 18),
     ("zero3", 2, "no"): (10, 10),
     ("zero3", 2, "bf16"): (9, 9),
+    ("zero1", 4, "no"): (9, 7),  # the second rank needs the whole gradient of the embedding, a third of the model
+    ("zero1", 4, "bf16"): (11, 9),
+    ("zero2", 4, "no"): (9, 7),
+    ("zero2", 4, "bf16"): (6, 5),
+    ("zero3", 4, "no"): (5, 5),
+    ("zero3", 4, "bf16"): (4.5, 4.5),
     ("fsdp2", 1, "no"): (16, 12),
+    ("fsdp2", 1, "bf16"): (16, 12),
     ("fsdp2", 2, "no"): (8, 6),
     ("fsdp2", 2, "bf16"): (8, 6),
+    ("fsdp2", 4, "no"): (4, 3),
+    ("fsdp2", 4, "bf16"): (4, 3),
 }
+LLAMA_40M = memory.Model(parameters=39_854_592, trainable=39_854_592, hidden=512, layers=8, vocabulary=24_576)
 GIB = 2**30
 LLAMA_8B = memory.Model(
     parameters=8_030_261_248, trainable=8_030_261_248, hidden=4096, layers=32, vocabulary=128_256, tied=False
@@ -39,9 +49,9 @@ LLAMA_8B = memory.Model(
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_state_is_what_ranks_held(case):
     strategy, ranks, precision = case
-    model = memory.Model(parameters=1000, trainable=1000, hidden=8, layers=2, vocabulary=16)
-    state = memory.state(model, sharding.layout(strategy, ranks), precision)
-    per_parameter = [(total - state.bucket) / 1000 for total in (state.after_backward, state.after_step)]
+    state = memory.state(LLAMA_40M, sharding.layout(strategy, ranks), precision)
+    totals = [state.after_backward - state.bucket, state.after_step - state.bucket]
+    per_parameter = [total / LLAMA_40M.parameters for total in totals]
     assert per_parameter == pytest.approx(MEASURED[case], rel=1e-12)
 
 

@@ -50,7 +50,6 @@ def start(config: RecipeConfig) -> Accelerator:
         DistributedDataParallelKwargs,
         DistributedType,
         GradientAccumulationPlugin,
-        TorchDynamoPlugin,
         set_seed,
     )
     from transformers.utils import logging as transformers_logging
@@ -109,8 +108,6 @@ def start(config: RecipeConfig) -> Accelerator:
         fill.refuse_yaml_training_values(config, accumulation_steps)
     if want.strategy == "fsdp2":
         plugins["fsdp_plugin"] = fill.fsdp_plugin(config, on_cpu)
-    if config.torch_compile:
-        plugins["dynamo_plugin"] = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
     try:
         accelerator = Accelerator(
             # The default makes the optimizer step on every micro-batch of the last window of an epoch, which it can
@@ -186,6 +183,7 @@ def prepare(
 
     Raises ValueError when the strategy obtained is not the one asked for.
     """
+    import torch
     from accelerate.utils import set_seed
 
     from oneloop import banner, loss_head, sharding
@@ -199,7 +197,8 @@ def prepare(
         sharding.clip_before_step(model, base_optimizer, config.max_grad_norm)
     got = sharding.obtained(accelerator, model, optimizer)
     check(requested(), got)
-    how_loss = loss_head.verify(accelerator, model, config.per_device_batch_size * config.max_length)
+    with torch.compiler.set_stance("force_eager"):  # no graph for the few tokens of this
+        how_loss = loss_head.verify(accelerator, model, config.per_device_batch_size * config.max_length)
     if accelerator.is_main_process:
         print(banner.text(accelerator, config, model, got, requested().source, how_loss), flush=True)
     # Same weights on every rank until here; from here on each rank draws its own dropout.

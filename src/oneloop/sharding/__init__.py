@@ -16,7 +16,8 @@ from oneloop.sharding.chosen import (
     strategy,
     supports_fused_adamw,
 )
-from oneloop.sharding.obtained import Obtained, check_same_on_all_ranks, local, num_elements, obtained
+from oneloop.sharding.layouts import layout
+from oneloop.sharding.obtained import Obtained, check_same_on_all_ranks, local, num_elements, obtained, weight_counter
 from oneloop.sharding.step import clip_before_step, clip_grad_norm, generation
 from oneloop.sharding.whole import full_tensors, plain_loading, plain_name, restore_masters, take_masters
 
@@ -32,6 +33,7 @@ __all__ = [
     "gather_together",
     "generation",
     "gradient_checkpointing_by_config",
+    "layout",
     "loading_device",
     "local",
     "mixed_precision",
@@ -46,4 +48,5 @@ __all__ = [
     "strategy",
     "supports_fused_adamw",
     "take_masters",
+    "weight_counter",
 ]

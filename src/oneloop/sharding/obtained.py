@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -116,6 +117,12 @@ def _scale_bytes(layer: torch.nn.Module) -> int:
 def num_elements(parameter: torch.Tensor) -> int:
     """Elements of the whole parameter, also where it is a placeholder for a partitioned one."""
     return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
+
+
+def weight_counter(module: torch.nn.Module) -> Callable[[torch.Tensor], int]:
+    """Counts the weights of a parameter of `module` as the model has them: two for each packed byte of 4-bit ones."""
+    unpacked = {id(layer.weight): layer.in_features * layer.out_features for layer in _quantized_layers(module)}
+    return lambda parameter: unpacked.get(id(parameter)) or num_elements(parameter)
 
 
 def _local_numel(parameter: torch.Tensor) -> int:
