@@ -23,8 +23,9 @@ def text(
 ) -> str:
     """Several lines of `key  value`, for people and for `grep`."""
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
-    total = sum(sharding.num_elements(p) for p in module.parameters())
-    trainable = sum(sharding.num_elements(p) for p in module.parameters() if p.requires_grad)
+    count = sharding.weight_counter(module)
+    total = sum(map(count, module.parameters()))
+    trainable = sum(count(p) for p in module.parameters() if p.requires_grad)
     accumulation = accelerator.gradient_accumulation_steps
     reduce = (
         "fp32" if config.reduce_dtype == "fp32" or got.precision == "no" else f"{got.precision} (cheaper, asked for)"

@@ -26,7 +26,7 @@ class Meter:
         self.accelerator = accelerator
         module = accelerator.unwrap_model(model, keep_torch_compile=False)
         self.peak_flops = flops.peak_per_second(accelerator.device, sharding.compute_dtype(accelerator))
-        self.flops = flops.Counter.of(module, sharding.num_elements) if self.peak_flops is not None else None
+        self.flops = flops.Counter.of(module, sharding.weight_counter(module)) if self.peak_flops is not None else None
         self.tokens_seen = 0
         self._start()
 

@@ -175,6 +175,8 @@ class Tracker:
         if self._thread is not None:
             self._drop_if(self._thread.close(failed))
             self._forget()
+        global _open
+        _open = None  # it would keep the Accelerator alive, and with it the model
 
     def _drop_if(self, problem: str | None) -> None:
         if problem is not None:
