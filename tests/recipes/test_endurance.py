@@ -63,7 +63,15 @@ def test_memory_does_not_grow(tmp_path, monkeypatch):
             samples.append((progress.step, process.memory_info().rss))
 
     monkeypatch.setattr(loaders.TrainLoader, "advance", sampled)
-    runs.train(tmp_path, ANSWERS, max_steps=2000, global_batch_size=2, logging_steps=100, num_train_epochs=1000)
+    runs.train(
+        tmp_path,
+        ANSWERS,
+        max_steps=2000,
+        global_batch_size=2,
+        per_device_batch_size=2,
+        logging_steps=100,
+        num_train_epochs=1000,
+    )
     steps, resident = np.array(samples, dtype=float).T
     assert len(steps) == 31
     # Theil-Sen: the median of all slopes, which one page fault of the allocator does not turn.

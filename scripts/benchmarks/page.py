@@ -1,0 +1,148 @@
+"""docs/benchmarks.md and its picture, from the saved outcomes."""
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+from benchmarks.outcome import Outcome, load, markdown
+
+ORDER = ("loop", "loss-head", "startup", "memory")
+TITLES = {
+    "loop": "The loop",
+    "loss-head": "The loss head",
+    "startup": "Starting",
+    "memory": "Memory on each rank",
+}
+ABOUT = {
+    "loop": (
+        "A model of 0.7 M parameters in two layers, 8 rows of 64 tokens a step, fp32, one thread: so small that a step "
+        "is mostly loop. Every contender has fused AdamW, clipping at 1, a cosine schedule, the same token ids and "
+        "no tracker. The bare loop is what is left when everything else is taken away: collate, the model's own loss, "
+        "backward, clip, step. Ours is `main` of `recipes/sft.py`, with its metrics, its guards against steps that are "
+        "not finite and its fused loss, which leaves out positions without a label. TRL keeps its default metrics. "
+        "The contenders are threads of one process and do one step each in turn; a ratio is the median over the rounds "
+        "of the ratio within a round. The A/A control is the bare loop against a second copy of itself: outside 0.93 "
+        "to 1.07 the run says nothing."
+    ),
+    "loss-head": (
+        "2,048 tokens, hidden size 256, vocabulary 49,152, fp32, forward and backward. Memory is the growth of the "
+        "resident set of a fresh process, the head's gradient of 50 MB included. Full logits is what a model's own "
+        "loss does; checkpointed are chunks of 256 tokens under torch's checkpointing; TRL's kernel runs here without "
+        "Triton, for which it is made."
+    ),
+    "startup": (
+        "Wall seconds from the start of a process, best of several alternated starts: `help` is "
+        "`python recipes/sft.py --help`, `step` the end of the first optimizer step on a model of two layers."
+    ),
+    "memory": (
+        "Bytes that the tensors of a rank hold, at the end of the last backward pass and after the optimizer's step, "
+        "against `oneloop.memory`, which knows only what each strategy shards. Real ranks over gloo train two steps of "
+        "`recipes/sft.py` under the shipped files. The fullest rank counts."
+    ),
+}
+PACKAGES = ("torch", "accelerate", "transformers", "deepspeed", "trl")
+
+
+def write(results: Path, docs: Path) -> None:
+    """Write both files. Raises FileNotFoundError where a benchmark has not been run."""
+    outcomes = {name: load(results / f"{name}.json") for name in ORDER}
+    (docs / "benchmarks.md").write_text(text(outcomes), encoding="utf-8")
+    draw(outcomes, docs / "benchmarks.png")
+
+
+def machine() -> str:
+    """The processor, without the name of the host."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        count = sum(line.startswith("processor") for line in lines)
+    except (OSError, StopIteration):
+        return platform.machine()
+    return f"{count} cores of {model}"
+
+
+def versions() -> str:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{package} not installed")
+    return ", ".join([f"Python {platform.python_version()}", *found])
+
+
+def text(outcomes: dict[str, Outcome]) -> str:
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `python scripts/benchmark.py all --write-docs`, which exits with 0 only if all targets below hold.",
+        "",
+        f"Machine: {machine()}, no GPU. {versions()}.",
+        "",
+        "![Time of a step, memory of the loss head, time to start, bytes a parameter on each rank](benchmarks.png)",
+        "",
+        "| benchmark | target | measured | at most | |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, outcome in outcomes.items():
+        for target in outcome.targets:
+            verdict = "holds" if target.holds else "missed"
+            lines.append(f"| {name} | {target.name} | {target.value:.3g} | {target.limit:g} | {verdict} |")
+        if outcome.control is not None:
+            verdict = "conclusive" if outcome.conclusive else "inconclusive"
+            lines.append(f"| {name} | A/A control | {outcome.control:.3f} | 0.93 to 1.07 | {verdict} |")
+    for name, outcome in outcomes.items():
+        lines += ["", f"## {TITLES[name]}", "", ABOUT[name], "", f"    python scripts/benchmark.py {name}", ""]
+        for table in outcome.tables:
+            lines += [*markdown(table), ""]
+        lines += [*outcome.notes, f"Measured on {outcome.date}."]
+    lines += [
+        "",
+        "## What is not measured here",
+        "",
+        "Everything above ran on a CPU. Nothing is said about the speed of a GPU, of its kernels or of communication "
+        "between GPUs, and nothing about throughput on real data. A CPU flatters a loss in chunks, and a tiny model "
+        "shows the cost of a loop at its worst. `scripts/gpu_check.py` measures what one GPU can tell.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(outcomes: dict[str, Outcome], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 3))
+    loop, head, start = above.subplots(1, 3)
+    _bars(loop, outcomes["loop"].series["milliseconds"], "ms a step: the loop on a tiny model", "{:.0f}")
+    _bars(head, outcomes["loss-head"].series["megabytes"], "MB: loss head of 2,048 x 49,152", "{:.0f}")
+    _bars(start, outcomes["startup"].series["seconds"], "s to help, and to the first step", "{:.1f}")
+    _memory(below, outcomes["memory"].series["bytes per parameter"])
+    figure.savefig(path, dpi=110)
+
+
+def _bars(axes, values: dict[str, float], title: str, number: str) -> None:
+    colors = ["tab:blue" if name in ("ours", "help", "step") else "tab:gray" for name in values]
+    bars = axes.barh(list(values), list(values.values()), color=colors)
+    axes.bar_label(bars, [number.format(value) for value in values.values()], padding=3)
+    axes.invert_yaxis()
+    axes.set_title(title, fontsize=10)
+    axes.set_xlim(0, 1.15 * max(values.values()))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _memory(figure, values: dict[str, list[float]]) -> None:
+    """Measured bars with the formula as a line on each, after backward."""
+    precisions = {"no": "fp32", "bf16": "bf16"}
+    for axes, (precision, title) in zip(figure.subplots(1, 2, sharey=True), precisions.items(), strict=True):
+        chosen = {key: value for key, value in values.items() if key.endswith(f", {precision}, after backward")}
+        labels = [", ".join(key.split(", ")[:2]) for key in chosen]
+        measured, predicted = zip(*chosen.values(), strict=True)
+        places = range(len(chosen))
+        axes.bar(places, measured, color="tab:blue", label="measured")
+        axes.hlines(predicted, [p - 0.45 for p in places], [p + 0.45 for p in places], color="black", label="formula")
+        axes.set_xticks(list(places), labels, rotation=60, ha="right", fontsize=8)
+        axes.set_title(f"bytes a parameter on a rank after backward, {title} (file, ranks)", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper right", fontsize=8)
