@@ -82,6 +82,10 @@ def _replace_forward(module: torch.nn.Module, replacement) -> None:
 
 def _teach(head: torch.nn.Module, accelerator: Accelerator) -> bool:
     """Let a head's forward take labels; whether it can."""
+    if type(head) is torch.nn.Linear:
+        _replace_forward(head, _linear_loss)
+        return True
+    # Not before: peft takes seconds to import, and a run without adapters has no other need of it.
     from peft.tuners.lora import Linear as LoraLinear
     from peft.utils import ModulesToSaveWrapper
 
@@ -91,9 +95,6 @@ def _teach(head: torch.nn.Module, accelerator: Accelerator) -> bool:
     if isinstance(head, LoraLinear) and type(head.base_layer) is torch.nn.Linear and _is_plain(head):
         sharding.gather_together(accelerator, head)  # its loss reads the weights of the layers inside
         _replace_forward(head, _lora_loss)
-        return True
-    if type(head) is torch.nn.Linear:
-        _replace_forward(head, _linear_loss)
         return True
     return False
 

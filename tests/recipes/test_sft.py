@@ -425,3 +425,17 @@ def test_reported_files_train(tmp_path):
     ):
         out = runs.train(tmp_path / name, str(runs.SHARED_CASES / name), global_batch_size=2, max_steps=1)
         assert launcher.column(launcher.read_metrics(out), "train/loss")[0] > 0
+
+
+def test_compiled_layers_train_the_same(tmp_path):
+    """The flag compiles the layers that are trained: a graph is made, and the losses are those without it."""
+    from torch._dynamo.utils import counters
+
+    rows = UNEVEN[:1] * 8  # one length, so one graph
+    changes = {"global_batch_size": 4, "per_device_batch_size": 4, "max_steps": 3}
+    plain = launcher.read_metrics(runs.train(tmp_path / "plain", rows, **changes))
+    counters.clear()
+    compiled = launcher.read_metrics(runs.train(tmp_path / "compiled", rows, **changes, torch_compile=True))
+    assert counters["stats"]["unique_graphs"] >= 1
+    losses, expected = (launcher.column(metrics, "train/loss") for metrics in (compiled, plain))
+    assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 3

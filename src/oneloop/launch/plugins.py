@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from oneloop.launch.request import Requested, read_deepspeed_json
+from oneloop.sharding.layouts import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
     from oneloop.config import RecipeConfig
@@ -74,9 +75,8 @@ def deepspeed_plugin(config: RecipeConfig, want: Requested, accumulation_steps: 
     plugin = DeepSpeedPlugin()
     settings = plugin.deepspeed_config
     settings.update(from_flags)
-    from oneloop.sharding.layouts import BUCKET_ELEMENTS
-
-    settings.setdefault("zero_optimization", {}).setdefault("reduce_bucket_size", BUCKET_ELEMENTS)
+    if json_path == "none":  # of its own zero_optimization, a user's JSON decides everything
+        settings.setdefault("zero_optimization", {}).setdefault("reduce_bucket_size", BUCKET_ELEMENTS)
     if want.strategy == "zero0":
         settings["gradient_clipping"] = 0.0  # sharding.clip_before_step clips, and remembers the norm
         if mixed_precision != "no":
