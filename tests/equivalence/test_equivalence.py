@@ -86,10 +86,9 @@ def tolerance(config: str, mixed_precision: str) -> dict[str, float]:
 def cases_for(config: str, ranks: int) -> dict:
     """The cases of one launch: `single` has all but the long ones, other configs most of them on two ranks only."""
     if config == "single":
-        return {name: case for name, case in (CASES | INT8).items() if "100 steps" not in name}
-    return {name: case for name, case in CASES.items() if ranks > 1 or name not in ON_TWO_RANKS} | int8_for(
-        config, ranks
-    )
+        return {name: case for name, case in (CASES | INT8 | POISONED).items() if "100 steps" not in name}
+    found = {name: case for name, case in CASES.items() if ranks > 1 or name not in ON_TWO_RANKS}
+    return found | int8_for(config, ranks) | (POISONED if ranks > 1 else {})
 
 
 def int8_for(config: str, ranks: int) -> dict:

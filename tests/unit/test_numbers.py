@@ -173,3 +173,32 @@ def test_patching_a_deferred_module_is_undone():
         patch.setattr(oneloop._Deferred("oneloop.schedule"), "lr_at", None)
         assert oneloop.schedule.lr_at is None
     assert oneloop.schedule.lr_at is original
+
+
+def test_rows_of_like_length_share_a_micro_batch():
+    """The rows of a step are those of the order; only who computes them together follows their length."""
+    from oneloop import config
+
+    lengths = [3, 40, 5, 38, 4, 39, 6, 41, 7]
+    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in lengths]
+    settings = {"global_batch_size": 8, "per_device_batch_size": 2, "shuffle": False}
+    settings = config.RecipeConfig(model_name_or_path="m", dataset_name="d.jsonl", output_dir="o", **settings)
+    padded = []
+    for rank in range(2):
+        accelerator = SimpleNamespace(
+            process_index=rank,
+            num_processes=2,
+            gradient_accumulation_steps=2,
+            device=torch.device("cpu"),
+            is_main_process=False,
+        )
+        loader = loaders.TrainLoader(rows, accelerator, settings, pad_token_id=0)
+        progress = sampling.Progress(total_steps=2)
+        steps = loader.steps(progress)
+        batches = next(steps)
+        assert loader.last_row_ids == list(range(8))
+        padded += [(sorted(batch["lengths"].tolist()), batch["input_ids"].shape[1]) for batch in batches]
+        assert [len(ids) for ids in loader.last_micro_batches] == [2, 2]
+    assert sorted(padded) == [([3, 4], 4), ([5, 6], 6), ([38, 39], 39), ([40, 41], 41)]
+    # Each rank has one short and one long micro-batch.
+    assert [width > 10 for _, width in padded] == [False, True, False, True]

@@ -31,7 +31,10 @@ def clip_grad_norm(accelerator: Accelerator, model: torch.nn.Module, max_grad_no
         return None
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         norm = float(model.get_global_grad_norm())
-        return norm if math.isfinite(norm) else math.nan
+        if math.isfinite(norm):
+            return norm
+        _forget_offloaded_gradients(model.optimizer)
+        return math.nan
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm if max_grad_norm > 0 else float("inf"))
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # an intended synchronisation
     if math.isfinite(norm):
@@ -39,6 +42,17 @@ def clip_grad_norm(accelerator: Accelerator, model: torch.nn.Module, max_grad_no
     if mixed_precision(accelerator) != "fp16":  # else the loss scaler leaves the step out, and must see why
         _drop_gradients(model)
     return math.nan
+
+
+def _forget_offloaded_gradients(optimizer) -> None:
+    """Clear what ZeRO-1/2 keep of a step that they have left out, where the optimizer is offloaded.
+
+    They clear it themselves only where nothing is offloaded; here the next gradients are added to those that are not
+    finite, and every later step is left out as well (deepspeed 0.19.8, zero/stage_1_and_2.py, `step`, in bf16).
+    """
+    if getattr(optimizer, "cpu_offload", False):
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
 
 
 def _drop_gradients(module: torch.nn.Module) -> None:
