@@ -11,7 +11,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 # Below pytest's own limit, which would not show what the ranks printed.
-TIMEOUT_SECONDS = int(os.environ.get("ONELOOP_TEST_TIMEOUT", 240))
+TIMEOUT_SECONDS = int(os.environ.get("ONELOOP_TEST_TIMEOUT", 420))
 
 
 def environment() -> dict[str, str]:
@@ -20,6 +20,14 @@ def environment() -> dict[str, str]:
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     kept.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     return kept | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def kill_family(process: subprocess.Popen) -> None:
+    """Kill a launcher and its ranks: these are sessions of their own, and would keep its pipe open."""
+    family = psutil.Process(process.pid)
+    for member in [*family.children(recursive=True), family]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
 
 
 def launch(
@@ -46,11 +54,7 @@ def launch(
     try:
         output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        # Ranks are sessions of their own: killing the launcher's group would leave them, and its pipe, behind.
-        family = psutil.Process(process.pid)
-        for member in [*family.children(recursive=True), family]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+        kill_family(process)
         output, _ = process.communicate()
         raise AssertionError(f"{config} x {num_processes}: not done after {TIMEOUT_SECONDS} s\n{output}") from None
     result = subprocess.CompletedProcess(command, process.returncode, output)

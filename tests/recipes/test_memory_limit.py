@@ -3,7 +3,6 @@ data parallelism with one clear message, and trains under the files that shard e
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +37,7 @@ def run_command(config: str, folder: Path) -> subprocess.CompletedProcess:
     try:
         output, _ = process.communicate(timeout=launcher.TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        launcher.kill_family(process)
         output, _ = process.communicate()
         raise AssertionError(f"{config}: not done after {launcher.TIMEOUT_SECONDS} s\n{output}") from None
     return subprocess.CompletedProcess(command, process.returncode, output)
