@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING
 
 from oneloop.launch.request import Requested, read_deepspeed_json
-from oneloop.sharding.layouts import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
     from oneloop.config import RecipeConfig
@@ -41,6 +40,8 @@ def refuse_yaml_training_values(config: RecipeConfig, accumulation_steps: int) -
 def deepspeed_plugin(config: RecipeConfig, want: Requested, accumulation_steps: int):
     """DeepSpeed's configuration from the recipe's flags, laid under what the user's own JSON says."""
     from accelerate import DeepSpeedPlugin
+
+    from oneloop.sharding.layouts import BUCKET_ELEMENTS
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     json_path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
