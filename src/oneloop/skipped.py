@@ -7,7 +7,6 @@ are used, the schedule moves on. Too many of them mean that the training itself 
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import statistics
@@ -53,7 +52,7 @@ class SkippedSteps:
         """Count the step that `loader` yielded last; call it before `loader.advance`.
 
         grad_norm: the norm before clipping, NaN for a step that was not applied. Collective for such a step: its rows,
-        losses and random state of every rank go into `skipped_steps.jsonl`. Raises ValueError, on every rank, when
+        losses and seeds of every rank go into `skipped_steps.jsonl`. Raises ValueError, on every rank, when
         there are too many.
         """
         skipped = not math.isfinite(grad_norm)
@@ -69,15 +68,15 @@ class SkippedSteps:
             {"rank": self.accelerator.process_index, "rows": rows.tolist(), "loss_sum": repr(loss)}
             for rows, loss in zip(loader.last_micro_batches, window.newest_losses(), strict=True)
         ]
-        state = {k: base64.b64encode(v.numpy().tobytes()).decode() for k, v in loader.last_random_states.items()}
-        everyone = gather_object([(mine, state)])
+        for micro_batch, seed in zip(mine, loader.last_seeds, strict=True):
+            micro_batch["seed"] = seed  # what torch.manual_seed was given before it
+        everyone = gather_object([mine])
         if self.accelerator.is_main_process:
             line = {
                 "step": step,
                 "epoch": progress.epoch,
                 "rows": loader.last_row_ids,
-                "micro_batches": [micro_batch for theirs, _ in everyone for micro_batch in theirs],
-                "random_states": [states for _, states in everyone],
+                "micro_batches": [micro_batch for theirs in everyone for micro_batch in theirs],
             }
             where = f"rows in {self.path}"
             try:
@@ -97,6 +96,21 @@ class SkippedSteps:
                 f"Look at the rows in {self.path}, lower learning_rate, or compute in bf16 instead of fp16. The "
                 "weights are as they were before these steps."
             )
+
+    def state(self) -> dict:
+        """The counts, for a training state."""
+        return {
+            "num_skipped": self.num_skipped,
+            "num_spikes": self.num_spikes,
+            "recent": [int(skipped) for skipped in self.recent],
+            "norms": list(self.norms),
+        }
+
+    def restore(self, state: dict) -> None:
+        """Go on counting from what `state` returned."""
+        self.num_skipped, self.num_spikes = state["num_skipped"], state["num_spikes"]
+        self.recent.extend(bool(skipped) for skipped in state["recent"])
+        self.norms.extend(state["norms"])
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start of the run."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,23 +34,24 @@ def compact(row: dict) -> dict:
     return {key: np.asarray(value, np.int32) if isinstance(value, list) else value for key, value in row.items()}
 
 
-def check_same_on_all_ranks(accelerator: Accelerator, rows: list[dict], config: RecipeConfig) -> None:
+def check_same_on_all_ranks(accelerator: Accelerator, rows: list[dict], config: RecipeConfig) -> str:
     """Stop when ranks would train on different rows or settings, each sure of itself: a node with another version of
     a file makes rows be missed or repeated, or ranks wait for one that has finished.
 
-    Raises ValueError on every rank.
+    Returns the rows' sha256, by which a run that continues knows them. Raises ValueError on every rank.
     """
-    digest = hashlib.sha256(repr((len(rows), dataclasses.asdict(config))).encode())
+    digest = hashlib.sha256()
     for row in rows:
-        digest.update(np.asarray(row["input_ids"], np.int32).tobytes())
-        digest.update(np.asarray(row["labels"], np.int32).tobytes())
-    everyone = gather_object([digest.hexdigest()])
+        ids, labels = (np.ascontiguousarray(row[name], "<i4") for name in ("input_ids", "labels"))
+        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
+    everyone = gather_object([(digest.hexdigest(), repr(dataclasses.asdict(config)))])
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
         raise ValueError(
             f"ranks {different} read other training rows or settings than rank 0. Check that {config.dataset_name!r}, "
             "the tokenizer and the config file are the same on every node."
         )
+    return digest.hexdigest()
 
 
 def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
@@ -90,7 +91,8 @@ class TrainLoader:
     """Yields the micro-batches of one optimizer step after the other; where to start is the caller's `Progress`."""
 
     def __init__(self, rows: list[dict], accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
-        check_same_on_all_ranks(accelerator, rows, config)
+        self.fingerprint = check_same_on_all_ranks(accelerator, rows, config)
+        """sha256 of the tokenised rows in their order in the file."""
         self.rows = rows
         self.lengths = np.array([len(row["input_ids"]) for row in rows])
         self.global_batch_size = config.global_batch_size
@@ -108,8 +110,8 @@ class TrainLoader:
         """Row numbers (into `rows`) of the newest step over all ranks; for tests, logs and fault reports."""
         self.last_micro_batches: list[np.ndarray] = []
         """The same of this rank alone, micro-batch by micro-batch."""
-        self.last_random_states: dict[str, torch.Tensor] = {}
-        """This rank's random states, (n,) uint8 each, before the newest step; for fault reports."""
+        self.last_seeds: list[int] = []
+        """What torch is seeded with before each of these; see `MicroBatches`."""
 
     def progress_from_start(self, config: RecipeConfig) -> sampling.Progress:
         """The beginning of a run over these rows, with its length."""
@@ -123,8 +125,8 @@ class TrainLoader:
             )
         return sampling.Progress(total_steps=total_steps)
 
-    def steps(self, progress: sampling.Progress) -> Iterator[list[Batch]]:
-        """From `progress` on until its `total_steps`: the list of this rank's micro-batches of each step.
+    def steps(self, progress: sampling.Progress) -> Iterator[MicroBatches]:
+        """From `progress` on until its `total_steps`: this rank's micro-batches of each step.
 
         The caller moves on with `advance`, so that `progress.step` says how many steps are *done* wherever it is read.
         """
@@ -141,10 +143,10 @@ class TrainLoader:
             # the step is not touched, so neither is the result.
             by_length = step_rows[np.argsort(self.lengths[step_rows], kind="stable")]
             self.last_micro_batches = sampling.micro_batch_rows(by_length, **self.layout)
-            self.last_random_states = _random_states(self.device)
             step = progress.step
+            self.last_seeds = sampling.micro_batch_seeds(self.seed, step, **self.layout)
             watchdog.beat()
-            yield [self._batch(rows) for rows in self.last_micro_batches]
+            yield MicroBatches(zip(self.last_seeds, map(self._batch, self.last_micro_batches), strict=True))
             assert progress.step == step + 1, "the loop did not call loader.advance(progress) once"
             bar.update()
         bar.close()
@@ -157,11 +159,23 @@ class TrainLoader:
         return to_device(collate([self.rows[i] for i in row_numbers], self.pad_token_id), self.device)
 
 
-def _random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    return states
+class MicroBatches:
+    """The micro-batches of one optimizer step; torch is seeded before each is handed out.
+
+    So dropout is a function of seed, step and place in the step alone, like the sample order: the same on any number
+    of ranks that make the step up of the same micro-batches, and after a run was stopped and continued elsewhere.
+    """
+
+    def __init__(self, seeded: Iterable[tuple[int, Batch]]):
+        self._seeded = list(seeded)
+
+    def __len__(self) -> int:
+        return len(self._seeded)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for seed, batch in self._seeded:
+            torch.manual_seed(seed)
+            yield batch
 
 
 class EvalLoader:

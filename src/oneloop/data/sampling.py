@@ -61,6 +61,15 @@ def micro_batch_rows(
     return chunks[rank::world_size]
 
 
+def micro_batch_seeds(
+    seed: int, step: int, *, rank: int, world_size: int, per_device_batch_size: int, accumulation_steps: int
+) -> list[int]:
+    """The seed of each micro-batch that `micro_batch_rows` gives `rank` in a step: drawn from (seed, step, number of
+    its chunk), so a chunk has the same on whatever rank it is computed."""
+    chunks = range(rank, accumulation_steps * world_size, world_size)
+    return [int(np.random.SeedSequence([seed, step, chunk]).generate_state(1, np.uint64)[0] >> 1) for chunk in chunks]
+
+
 def even_batches(num_rows: int, *, rank: int, world_size: int, per_device_batch_size: int) -> Iterator[np.ndarray]:
     """One pass in order over all rows for evaluation: equally many batches on each rank, the last ones maybe empty."""
     stride = world_size * per_device_batch_size
