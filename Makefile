@@ -54,7 +54,7 @@ demo: setup
 	fi && \
 	set -x && \
 	exec $(VENV)/accelerate launch --config_file "accelerate_configs/$$config.yaml" --num_processes "$$processes" \
-		recipes/sft.py --config recipes/configs/sft/demo.yaml --output_dir "runs/demo-$$config" $(DEMO_ARGS)
+		recipes/sft.py --config recipes/configs/sft/demo.yaml --output_dir "runs/demo-$$config" --resume none $(DEMO_ARGS)
 
 test: setup
 	@$(VENV)/python -m pytest -q $(PYTEST_ARGS)

@@ -28,6 +28,7 @@ from oneloop import (
     scaling,
     sharding,
     skipped,
+    state,
     tracking,
 )
 
@@ -82,6 +83,7 @@ def load_rows(config, accelerator, tokenizer, source, split, for_evaluation=Fals
 def main(config: SFTConfig):
     accelerator = launch.start(config)
     export.check_output_dir(accelerator, config)
+    resumed = state.find(accelerator, config)  # the training state to continue from, verified; None to begin anew
     tokenizer = models.load_tokenizer(config)
     train_rows = load_rows(config, accelerator, tokenizer, config.dataset_name, config.dataset_train_split)
     eval_rows = []
@@ -93,10 +95,11 @@ def main(config: SFTConfig):
     model, optimizer, topology = launch.prepare(accelerator, config, model, optimizer)
     loader = data.loaders.TrainLoader(train_rows, accelerator, config, tokenizer.pad_token_id)
     eval_loader = data.loaders.EvalLoader(eval_rows, accelerator, config, tokenizer.pad_token_id)
-    progress = loader.progress_from_start(config)
-    tracker = tracking.start(accelerator, config, topology)
     window = meter.Meter(accelerator, model)
     skips = skipped.SkippedSteps(accelerator, config)
+    states = state.States(accelerator, config, model, optimizer, loader, window, skips, topology)
+    progress = states.begin(resumed)
+    states.tracker = tracker = tracking.start(accelerator, config, topology, resumed)
 
     def run_evaluation():
         with window.paused():
@@ -105,7 +108,7 @@ def main(config: SFTConfig):
                 metrics |= evaluate.exact_match(accelerator, model, tokenizer, eval_rows[: config.eval_generations], 16)
             tracker.log(metrics, progress.step)
 
-    if eval_rows:
+    if eval_rows and not resumed:
         run_evaluation()
     # --- training loop: the same text in every recipe (a test compares them); copy the file to change it ---
     for micro_batches in loader.steps(progress):  # all micro-batches of one optimizer step
@@ -126,7 +129,10 @@ def main(config: SFTConfig):
             tracker.log(window.read(lr) | skips.metrics(), progress.step)
         if eval_rows and progress.due(config.eval_steps):
             run_evaluation()
+        if states.due(progress):  # every save_every steps, at the end, and when a signal or max_hours asks to stop
+            states.save(progress)
     # --- end of training loop ---
+    states.finish()
     export.save(accelerator, model, tokenizer, config)
     launch.finish(accelerator, tracker)
 

@@ -49,9 +49,16 @@ BANNED = {  # full name, or a prefix that ends in a dot -> rule
 BANNED_METHODS = dict.fromkeys(("load_state", "register_for_checkpointing", "load_checkpoint"), "unpickles")
 ALLOWED = {  # (file, function, rule) -> reason
     ("src/oneloop/__init__.py", "_Deferred", "imports by name"): "names are those of this package's own files",
+    ("src/oneloop/state/__init__.py", "__getattr__", "imports by name"): "names out of a table in the same file",
+    ("scripts/compare_checkpoints.py", "accelerate_trainer", "unpickles"): "files this very script had written",
     ("src/oneloop/optim.py", "_own", "imports by name"): "`optim` may be the import path of a user's own class",
     ("scripts/benchmark.py", "*", "imports by name"): "a name out of a table in the same file",
     ("scripts/benchmarks/subjects.py", "*", "imports by name"): "recipes are scripts, not a package",
+    (
+        "scripts/import_state/unpickling.py",
+        "*",
+        "unpickles",
+    ): "reads indexes with a table of stand-ins; unpickles with --trust_checkpoint only",
     ("tests/equivalence/scenario.py", "load_recipe", "imports by name"): "recipes are scripts, not a package",
     ("tests/unit/test_demo_data.py", "*", "imports by name"): "the script under test, by its path in this tree",
     ("tests/test_guards.py", "test_every_module_imports", "imports by name"): "names are those of this tree's files",

@@ -22,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "RecipeConfig",
     "RunConfig",
+    "StateConfig",
     "TrainConfig",
     "adapter_settings",
     "check",
@@ -161,7 +162,29 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
-class RecipeConfig(RunConfig, TrainConfig, DataConfig, LoraFields, ModelConfig):
+class StateConfig:
+    """How a run is saved while it goes on, and what it goes on from."""
+
+    save_every: int = 500
+    """Optimizer steps between saved training states (and one at the end); -1 saves at the end and when stopped, 0
+    never."""
+    save_total_limit: int = 2
+    """Newest training states kept; -1 keeps all."""
+    async_save: bool = True
+    """Write states in the background while training goes on; needs host memory for a rank's share of one."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What happens when a state cannot be written (disk full): stop the run, or warn and go on with the older ones."""
+    resume: str = "auto"
+    """State to continue from: auto takes the newest good one in output_dir, if any; none starts anew and keeps older
+    ones aside; else the path of a state, or of another run's output_dir."""
+    allow_changes: list[str] | None = None
+    """Names of settings that may differ from the saved ones although they change the training; None for none."""
+    max_hours: float | None = None
+    """Hours after which the run saves and stops by itself, with exit code 75; None for no limit."""
+
+
+@dataclass(kw_only=True)
+class RecipeConfig(StateConfig, RunConfig, TrainConfig, DataConfig, LoraFields, ModelConfig):
     """What every recipe's own config inherits."""
 
     def __post_init__(self):
@@ -185,6 +208,7 @@ _FRACTIONS = ("lora_dropout", "adam_betas")  # each value: 0 <= value < 1
 _MEANING_OF_MINUS_ONE = {  # field that is -1 or at least 1: what -1 does
     "max_steps": "train num_train_epochs",
     "eval_steps": "only before the first step and at the end",
+    "save_total_limit": "keep all",
 }
 _PEFT_NAMES = {  # our field: PEFT's name in adapter_config.json
     "lora_r": "r",
@@ -263,6 +287,7 @@ def check(config: RecipeConfig) -> None:
     if generations < 0:
         raise ValueError(f"eval_generations is {generations}: give 0 or more")
     _check_optimizer(config)
+    _check_saving(config)
     if not config.eval_dataset_name and (generations or config.eval_steps != -1):
         name = "eval_generations" if generations else "eval_steps"
         raise ValueError(
@@ -292,6 +317,30 @@ def _check_optimizer(config: RecipeConfig) -> None:
         )
     if config.optim == "adafactor" and config.adam_betas != [0.9, 0.999]:
         raise ValueError(f"adam_betas is {config.adam_betas} but has no effect with optim adafactor: leave it out")
+
+
+def _check_saving(config: RecipeConfig) -> None:
+    if config.save_every < -1:
+        raise ValueError(
+            f"save_every is {config.save_every}: give a number of steps, -1 (at the end and when stopped), or 0 (never)"
+        )
+    if config.max_hours is not None:
+        if config.max_hours <= 0:
+            raise ValueError(f"max_hours is {config.max_hours}: give hours above 0, or leave it out")
+        if config.save_every == 0:
+            raise ValueError(
+                f"max_hours is {config.max_hours} and save_every is 0, so stopping would lose the run: set save_every "
+                "to -1 to save only then"
+            )
+    if not config.resume:
+        raise ValueError("resume is empty: give auto, none, or the path of a state")
+    known = {field.name for field in dataclasses.fields(config)} | {"mixed_precision"}
+    for name in config.allow_changes or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            raise ValueError(
+                f"allow_changes names {name!r}, which is no setting" + (f"; did you mean {near[0]}?" if near else "")
+            )
 
 
 def _check_adapter(config: RecipeConfig, values: dict) -> None:

@@ -70,8 +70,8 @@ def save(accelerator: Accelerator, model: torch.nn.Module, tokenizer, config: Re
     temporary = target.with_name("model.tmp")
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     is_adapter = hasattr(module, "peft_config")
-    wanted = _tensor_names(module, is_adapter)
-    dtype = _export_dtype(config, is_adapter)
+    wanted = tensor_names(module, is_adapter)
+    dtype = export_dtype(config, is_adapter)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in sharding.full_tensors(accelerator, model):
         if accelerator.is_main_process and name in wanted:
@@ -99,7 +99,7 @@ def save(accelerator: Accelerator, model: torch.nn.Module, tokenizer, config: Re
     return target
 
 
-def _tensor_names(module: torch.nn.Module, is_adapter: bool) -> dict[str, str]:
+def tensor_names(module: torch.nn.Module, is_adapter: bool) -> dict[str, str]:
     """Name in the live model -> name in the file."""
     live = {sharding.plain_name(name): name for name, _ in module.named_parameters()}
     if not is_adapter:
@@ -122,7 +122,8 @@ class _Named:
         self.name = name
 
 
-def _export_dtype(config: RecipeConfig, is_adapter: bool) -> torch.dtype:
+def export_dtype(config: RecipeConfig, is_adapter: bool) -> torch.dtype:
+    """The number format that `export_dtype` of the config stands for."""
     if config.export_dtype != "auto":
         return models.DTYPES[config.export_dtype]
     # Adapters are small and often continued or merged, so they keep what training holds.
@@ -139,9 +140,16 @@ def _write(module, tensors: dict[str, torch.Tensor], folder: Path, dtype: torch.
 
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_settings(module, folder, dtype, is_adapter, {} if is_adapter else tensors)
+
+
+def write_settings(module, folder: Path, dtype: torch.dtype, is_adapter: bool, tensors: dict | None = None) -> None:
+    """Write what stands beside the weights: the adapter's settings, or config and generation config of the model, and
+    the model's `tensors` with them where they are given."""
+    if is_adapter:
         module.peft_config["default"].save_pretrained(folder)
         return
-    module.save_pretrained(folder, state_dict=tensors)
+    module.save_pretrained(folder, state_dict=tensors or {})
     # save_pretrained states the dtype of the live module (transformers 5.24, modeling_utils.py), and training has
     # switched the cache off; the file is about the tensors beside it, which are for use.
     path = folder / "config.json"
@@ -167,7 +175,7 @@ def _differences(accelerator, model, folder: Path, wanted: dict[str, str], dtype
             unmatched[key] = _as_exported(tensor, dtype)
     if accelerator.is_main_process and not problems:
         module = accelerator.unwrap_model(model, keep_torch_compile=False)
-        for key, tensor in _in_file_format(module, unmatched).items():
+        for key, tensor in in_file_format(module, unmatched).items():
             compared.add(key)
             problems += _difference(files[key], key, tensor) if key in files else [f"{key} is missing"]
         problems += [f"{key} does not belong there" for key in files.keys() - compared]
@@ -200,7 +208,7 @@ def _difference(file, key: str, live: torch.Tensor) -> list[str]:
     return []
 
 
-def _in_file_format(module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def in_file_format(module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What transformers writes for tensors that it keeps otherwise in memory, such as experts fused into one."""
     if not tensors:
         return {}
@@ -266,7 +274,7 @@ def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
     tokenizer.save_pretrained(temporary)
     problems: list[str] = []
     files = _open_files(temporary, problems)
-    live = _in_file_format(merged, {name: tensor.detach() for name, tensor in merged.named_parameters()})
+    live = in_file_format(merged, {name: tensor.detach() for name, tensor in merged.named_parameters()})
     for key, tensor in live.items():
         problems += _difference(files[key], key, tensor) if key in files else [f"{key} is missing"]
     if problems:

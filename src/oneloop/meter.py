@@ -64,6 +64,43 @@ class Meter:
         self.num_steps += 1
         self.grad_norm = grad_norm
 
+    def totals(self) -> dict[str, int]:
+        """What has been counted since the start of the run, for a training state."""
+        return {"tokens_seen": self.tokens_seen}
+
+    def state(self) -> dict:
+        """The interval that is open, as this rank has it, for a training state: JSON, floats as text as they may be
+        NaN. Synchronises with the device."""
+        return {
+            "parts": {
+                name: [
+                    str(values[0].dtype).removeprefix("torch."),
+                    [repr(value) for value in torch.stack(values).tolist()],
+                ]
+                for name, values in self.parts.items()
+            },
+            "slots": self.slots,
+            "num_steps": self.num_steps,
+            "grad_norm": repr(self.grad_norm),
+            "seconds": time.perf_counter() - self.started,
+        }
+
+    def restore(self, totals: dict[str, int], ranks: list[dict]) -> None:
+        """Go on with the interval that was open; `ranks` are the `state` of each rank then. With another number of
+        ranks the first one takes all of it, and the sums are the same but for their order."""
+        self.tokens_seen = totals["tokens_seen"]
+        rank, size = self.accelerator.process_index, self.accelerator.num_processes
+        mine = ranks[rank : rank + 1] if len(ranks) == size else ranks if rank == 0 else []
+        self._start()
+        for one in mine:
+            self.slots += one["slots"]
+            for name, (dtype, values) in one["parts"].items():
+                numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
+                self.parts.setdefault(name, []).extend(numbers.to(self.accelerator.device, getattr(torch, dtype)))
+        for one in ranks[:1]:  # the same on all ranks
+            self.num_steps, self.grad_norm = one["num_steps"], float(one["grad_norm"])
+            self.started -= one["seconds"]
+
     def newest_losses(self) -> list[float]:
         """Loss sums of this rank's micro-batches of the newest step. Synchronises with the device."""
         count = self.accelerator.gradient_accumulation_steps

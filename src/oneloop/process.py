@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from oneloop import config as config_module
-from oneloop import peers, redaction, watchdog
+from oneloop import peers, redaction, stopping, watchdog
 
 _CLOSING_SECONDS = 30  # for the tracker to take leave, after the run has failed
 
@@ -44,6 +44,7 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
     faulthandler.enable(file=2)  # a crash in native code shows where Python stood
     config = config_module.parse(config_class)
     rank = int(os.environ.get("RANK", 0))
+    failed, code = True, 1
     try:
         main(config)
     except ValueError as error:
@@ -59,6 +60,11 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
             traceback.print_exc()
         if rank == 0:
             print("\ninterrupted", file=sys.stderr, flush=True)
+    except stopping.Stopped as stopped:
+        watchdog.stop()
+        if rank == 0:
+            print(f"\n{stopped.message}", flush=True)
+        failed, code = False, stopping.EXIT_CODE
     except BaseException as error:  # printed and turned into an exit code, never swallowed
         if isinstance(error, SystemExit) and not error.code:
             watchdog.stop()
@@ -77,13 +83,13 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
         _close_process_group()
         return
     # A tracker that cannot reach its server must not keep the other ranks waiting.
-    timer = threading.Timer(_CLOSING_SECONDS, os._exit, (1,))
+    timer = threading.Timer(_CLOSING_SECONDS, os._exit, (code,))
     timer.daemon = True
     timer.start()
-    tracking.finish_open(failed=True)
+    tracking.finish_open(failed)
     redaction.release_streams()
     # A regular exit waits for the other ranks in the destructors of the process group: for ever, if they wait too.
-    os._exit(1)
+    os._exit(code)
 
 
 def lost_contact(error: BaseException) -> bool:

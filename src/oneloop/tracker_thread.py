@@ -29,9 +29,12 @@ FAILED_END_SECONDS = 10
 class TrackerThread:
     """A tracker of this process: `log` returns at once, `close` after a bounded wait, and no method raises."""
 
-    def __init__(self, accelerator, name: str, config: dict, output_dir: Path):
-        """name: the tracker as Accelerate calls it; config: plain values, shown as the run's settings."""
+    def __init__(self, accelerator, name: str, config: dict, output_dir: Path, continued=None):
+        """name: the tracker as Accelerate calls it; config: plain values, shown as the run's settings; continued: (id
+        of the run that goes on, or None; the step it goes on from), None for a new run."""
         self.name = name
+        self._continued = continued
+        self._first_step = 0
         self.run_id: str | None = None
         """Id the tracker gave the run; None before it has started, and for those that give none."""
         self.started = threading.Event()
@@ -79,6 +82,8 @@ class TrackerThread:
             self.started.set()
             while (job := self._jobs.get()) is not None:
                 step, values = job
+                if step < self._first_step:
+                    continue  # the run has it from before it was interrupted, and would refuse it
                 doing = f"failed at step {step}"
                 self._calling_since = time.monotonic()
                 self._accelerator.log(values, step=step)
@@ -110,6 +115,14 @@ class TrackerThread:
             # Read when trackio is imported; a user's own place is kept.
             os.environ.setdefault("TRACKIO_DIR", str(output_dir / "trackio"))
             options = {"name": name}
+        if self._continued is not None:
+            run_id, step = self._continued
+            if self.name == "wandb" and run_id:
+                options |= {"id": run_id, "resume": "allow"}
+            elif self.name == "tensorboard":
+                options["purge_step"] = step + 1  # hides what was logged after the state was saved
+            elif self.name == "trackio":
+                options["resume"] = "allow"
         accelerator = self._accelerator
         # The Accelerator is built before the output folder is known, so its trackers are chosen now, as its
         # constructor would (accelerate 1.15, accelerator.py line 528).
@@ -128,6 +141,7 @@ class TrackerThread:
         if self.name == "wandb":
             run = accelerator.get_tracker("wandb", unwrap=True)
             self.run_id, self._folder = run.id, Path(run.dir).parent
+            self._first_step = run.step  # 0 but for a run that its server knows
             # wandb's import puts its own `write` over that of the streams (wandb 0.31, sdk/lib/console_capture.py),
             # where a console that it captures would read the bare text.
             if isinstance(sys.stdout, redaction.GuardedStream):

@@ -22,10 +22,12 @@ from oneloop import config as config_module
 METRICS_FILE = "metrics.jsonl"
 
 
-def start(accelerator, config, topology) -> "Tracker":
+def start(accelerator, config, topology, resumed=None) -> "Tracker":
     """Open the run's records; call it on every process, only the main one writes.
 
-    config: the recipe's config; topology: what was obtained (`sharding.Obtained`). Both are printed, written to
+    config: the recipe's config; topology: what was obtained (`sharding.Obtained`); resumed: the training state that the
+    run continues from, whose records then go on: metrics after its step, which will be logged again, are taken out of
+    metrics.jsonl, and the tracker's run is the same one. Config and topology are printed, written to
     `output_dir` as recipe.yaml (to be given to --config again) and topology.json, and shown by the tracker as the
     run's settings, without secrets. From here on files are made with `file_mask`. Raises ValueError, on every process,
     for a tracker that is not installed.
@@ -59,8 +61,14 @@ def start(accelerator, config, topology) -> "Tracker":
         loaded = redaction.redact_value(sources.record(config))
         _write(output_dir / sources.RECORD_FILE, json.dumps(loaded, indent=2) + "\n")
         print(recipe.rstrip(), "-----------", sep="\n", flush=True)
-        _set_aside(output_dir / METRICS_FILE)
-    return Tracker(accelerator, shown, output_dir, report_to)
+        own = resumed is not None and resumed.folder.resolve().parent.parent == output_dir.resolve()
+        if not own or not _cut(output_dir / METRICS_FILE, resumed.step):
+            _set_aside(output_dir / METRICS_FILE)
+    continued = None
+    if resumed is not None:
+        saved = resumed.manifest["tracker"] or {}
+        continued = (saved.get("run_id") if saved.get("name") == report_to else None, resumed.step)
+    return Tracker(accelerator, shown, output_dir, report_to, continued)
 
 
 def file_mask() -> int:
@@ -109,6 +117,25 @@ def _set_aside(path: Path) -> None:
         path.rename(path.with_name(f"metrics.{number}.jsonl"))
 
 
+def _cut(path: Path, step: int) -> bool:
+    """Leave out of metrics.jsonl what a run that continues at `step` will write again; False if it cannot be read or
+    written, which is no reason not to continue."""
+    try:
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):  # a line that a killed run did not finish
+                continue
+        shorter = path.with_name(path.name + ".tmp")
+        shorter.write_text("".join(kept), encoding="utf-8")
+        os.replace(shorter, path)
+    except OSError:
+        return False
+    return True
+
+
 _open: "Tracker | None" = None  # what `finish_open` closes
 
 
@@ -121,8 +148,10 @@ def finish_open(failed: bool = False) -> None:
 class Tracker:
     """The open records of one training. `start` makes it, `finish` closes it; both ends belong to the same process."""
 
-    def __init__(self, accelerator, config: dict, output_dir: Path, report_to: str):
-        self.output_dir = output_dir
+    def __init__(self, accelerator, config: dict, output_dir: Path, report_to: str, continued=None):
+        """continued: (the tracker's id of the run that goes on, or None; the step it goes on from); None for a new
+        run."""
+        self.output_dir, self.report_to = output_dir, report_to
         self._accelerator = accelerator
         self._file = None
         self._thread = None
@@ -136,7 +165,7 @@ class Tracker:
         if report_to != "none":
             # TensorBoard's hyperparameters know neither None nor lists.
             values = plain(config, only_scalars=report_to == "tensorboard")
-            self._thread = tracker_thread.TrackerThread(accelerator, report_to, values, output_dir)
+            self._thread = tracker_thread.TrackerThread(accelerator, report_to, values, output_dir, continued)
             self._drop_if(self._thread.problem())
 
     @property

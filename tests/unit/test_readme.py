@@ -217,7 +217,7 @@ def test_tree_is_the_disk():
     assert len(listed) == len(set(listed)) >= 30
     package = ROOT / "src" / "oneloop"
     actual = on_disk(package)
-    for inner in ("data", "launch", "sharding"):
+    for inner in ("data", "launch", "sharding", "state"):
         actual |= on_disk(package / inner)
     actual |= {entry for entry in on_disk(ROOT) if entry != "src/"} | {"src/oneloop/"}
     assert set(listed) == actual

@@ -17,12 +17,16 @@ from oneloop.sharding.chosen import (
     supports_fused_adamw,
 )
 from oneloop.sharding.layouts import layout
+from oneloop.sharding.loss_scale import loss_scaler, restore_loss_scaler
 from oneloop.sharding.obtained import Obtained, check_same_on_all_ranks, local, num_elements, obtained, weight_counter
+from oneloop.sharding.placement import placements, refresh, state_layout, torch_optimizer, trained_shapes
+from oneloop.sharding.ranges import buffers
 from oneloop.sharding.step import clip_before_step, clip_grad_norm, generation
 from oneloop.sharding.whole import full_tensors, plain_loading, plain_name, restore_masters, take_masters
 
 __all__ = [
     "Obtained",
+    "buffers",
     "check_optimizer",
     "check_quantization",
     "check_same_on_all_ranks",
@@ -36,17 +40,24 @@ __all__ = [
     "layout",
     "loading_device",
     "local",
+    "loss_scaler",
     "mixed_precision",
     "needs_reentrant_checkpointing",
     "num_elements",
     "obtained",
+    "placements",
     "plain_loading",
     "plain_name",
     "quantized_storage_dtype",
+    "refresh",
+    "restore_loss_scaler",
     "restore_masters",
     "shards_weights",
+    "state_layout",
     "strategy",
     "supports_fused_adamw",
     "take_masters",
+    "torch_optimizer",
+    "trained_shapes",
     "weight_counter",
 ]

@@ -2,7 +2,8 @@
 
     states/step-00000500/           a state; it has this name only once it is complete and on the disk
     states/step-00001000.partial/   one being written, or left by a run that was killed; never read
-    states/step-00000500.removing/  one being removed; never read
+    states/step-00000500~0.removing/  one being removed; never read
+    states/step-00000500~0.replaced/  one of which a new version is just taking the name
 
 The number decides what is newest: times change when folders are copied, and names as text put 1000 before 900.
 """
@@ -16,11 +17,13 @@ import re
 import shutil
 from pathlib import Path
 
+from oneloop.state import durable
 from oneloop.state import format as state_format
 
 FOLDER = "states"
-PARTIAL, REMOVING = ".partial", ".removing"
+PARTIAL, REMOVING, REPLACED = ".partial", ".removing", ".replaced"
 _NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"(step-\d{8,})(\.partial|~\d+\.removing|~\d+\.replaced)")
 
 
 def name_of(step: int) -> str:
@@ -45,13 +48,15 @@ def published(root: Path) -> list[Path]:
 def publish(partial: Path) -> Path:
     """Give a completely written state its name, in one step that cannot be seen half done. Raises OSError.
 
-    A folder of that name, which a run that was killed and went back has written before, is replaced.
+    A folder of that name, which a run that went back has written before, is replaced: it is out of the way for one
+    moment, and `clean` puts it back where a run is killed in it.
     """
     target = partial.with_name(partial.name.removesuffix(PARTIAL))
-    if target.exists():
-        _rename_for_removal(target)
+    replaced = _rename_away(target, REPLACED) if target.exists() else None
     os.rename(partial, target)
-    state_format.sync_folder(target.parent)
+    durable.sync_folder(target.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
     return target
 
 
@@ -59,10 +64,14 @@ def clean(root: Path) -> list[str]:
     """Remove what a killed run has left half written or half removed; returns the names. Nothing else is touched."""
     removed = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        stem = path.name.removesuffix(PARTIAL).removesuffix(REMOVING)
-        if stem != path.name and _NAME.fullmatch(stem.split("~")[0]) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path.name)
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or not path.is_dir() or path.is_symlink():
+            continue
+        if path.suffix == REPLACED and not (root / match.group(1)).exists():
+            os.rename(path, root / match.group(1))
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        removed.append(path.name)
     return removed
 
 
@@ -76,8 +85,8 @@ def rotate(root: Path, limit: int | None, newest: Path) -> list[Path]:
         return []
     older = [path for path in published(root) if step_of(path) < step_of(newest) and _is_ours(path)]
     removed = older[max(limit - 1, 0) :]
-    for path in removed:
-        _rename_for_removal(path)
+    for path in removed:  # under another name first, so that no moment leaves half of one under its own
+        shutil.rmtree(_rename_away(path, REMOVING), ignore_errors=True)
     return removed
 
 
@@ -90,24 +99,34 @@ def _is_ours(path: Path) -> bool:
     )
 
 
-def _rename_for_removal(path: Path) -> None:
-    """Remove a state so that no moment leaves half of it under its name."""
-    for number in itertools.count():
-        doomed = path.with_name(f"{path.name}~{number}{REMOVING}")
-        if not doomed.exists():
-            break
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def _rename_away(path: Path, suffix: str) -> Path:
+    names = (path.with_name(f"{path.name}~{number}{suffix}") for number in itertools.count())
+    away = next(name for name in names if not name.exists())
+    os.rename(path, away)
+    return away
 
 
 def set_aside(root: Path) -> Path | None:
     """Keep the states of an earlier run under another name, so that a new one cannot mix with them."""
     if not published(root):
         return None
-    number = next(n for n in itertools.count(1) if not root.with_name(f"{root.name}.{n}").exists())
-    target = root.with_name(f"{root.name}.{number}")
+    target = _free_name(root)
     os.rename(root, target)
     return target
+
+
+def move_aside(root: Path, states: list[Path]) -> Path:
+    """The same for some states only: a run that goes back leaves those after it behind. Returns their new folder."""
+    target = _free_name(root)
+    target.mkdir(mode=0o700)
+    for path in states:
+        os.rename(path, target / path.name)
+    return target
+
+
+def _free_name(root: Path) -> Path:
+    number = next(n for n in itertools.count(1) if not root.with_name(f"{root.name}.{n}").exists())
+    return root.with_name(f"{root.name}.{number}")
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -15,14 +15,14 @@ import hashlib
 import json
 import math
 import os
-import queue
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from oneloop.state import durable
 
 FORMAT = "oneloop-state"
 FORMAT_VERSION = 1
@@ -115,6 +115,7 @@ def write_tensors(path: Path, entries: Iterable[tuple[str, torch.Tensor]], beat=
     header, offset = {"__metadata__": {"format": FORMAT, "format_version": str(FORMAT_VERSION)}}, 0
     for key, tensor in entries:
         end = offset + tensor.numel() * tensor.element_size()
+        assert key not in header, f"{key} is given twice"
         header[key] = {
             "dtype": NAMES_OF_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -123,7 +124,7 @@ def write_tensors(path: Path, entries: Iterable[tuple[str, torch.Tensor]], beat=
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _HashingFile(path) as file:
+    with durable.HashingFile(path) as file:
         file.write(memoryview(len(text).to_bytes(8, "little") + text))
         for _, tensor in entries:
             data = tensor.detach().to("cpu").contiguous().view(torch.uint8)
@@ -133,63 +134,12 @@ def write_tensors(path: Path, entries: Iterable[tuple[str, torch.Tensor]], beat=
     return {"num_bytes": 8 + len(text) + offset, "sha256": file.sha256}
 
 
-class _HashingFile:
-    """A new file whose content is hashed by another thread while it is written, and is on the disk when it closes."""
-
-    def __init__(self, path: Path):
-        self._file = open(path, "wb", buffering=0)
-        self._digest = hashlib.sha256()
-        self._blocks: queue.Queue = queue.Queue(maxsize=4)
-        self._thread = threading.Thread(target=self._hash, daemon=True)
-        self.sha256 = ""
-
-    def __enter__(self) -> _HashingFile:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        self._blocks.put(None)
-        self._thread.join()
-        try:
-            if kind is None:
-                os.fsync(self._file.fileno())
-                self.sha256 = self._digest.hexdigest()
-        finally:
-            self._file.close()
-
-    def write(self, block: memoryview) -> None:
-        self._blocks.put(block)
-        while block:
-            block = block[self._file.write(block) :]
-
-    def _hash(self) -> None:
-        while (block := self._blocks.get()) is not None:
-            self._digest.update(block)
-
-
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, then its checksum, through to the disk. Raises OSError, ValueError for NaN in it."""
     data = json.dumps(manifest, indent=1, allow_nan=False).encode()
-    write_through(folder / MANIFEST, data)
-    write_through(folder / CHECKSUM, f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode())
-    sync_folder(folder)
-
-
-def write_through(path: Path, data: bytes) -> None:
-    """Write a small file to the disk, not only to the system's cache. Raises OSError."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk: a file's own fsync does not (fsync(2)). Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    durable.write_through(folder / MANIFEST, data)
+    durable.write_through(folder / CHECKSUM, f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode())
+    durable.sync_folder(folder)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -229,10 +179,13 @@ class State:
         for piece, file in self._overlapping(name, kind, start, length):
             low, high = max(start, piece.start) - piece.start, min(start + length, piece.start + piece.length)
             part = self._slice(file, piece.key, low, high - piece.start)
-            if kind in self.manifest["quantized"]:
+            if kind in self.manifest["quantized"] and part.dtype == torch.uint8:  # small tensors may be left in fp32
                 part = self._dequantized(part, piece, low, file)
             parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+        if not parts:
+            is_quantized = kind in self.manifest["quantized"]
+            return torch.empty(0, dtype=DTYPES["F32" if is_quantized else self.tensors[name]["kinds"][kind]["dtype"]])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_packed(self, name: str, kind: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A range of a quantised kind as it lies in the files: codes (length,) uint8, and scales (blocks,) float32.
@@ -254,7 +207,7 @@ class State:
         return [
             (piece, file)
             for piece, file in self.pieces[name, kind]
-            if piece.start < start + length and start < piece.start + piece.length
+            if max(start, piece.start) < min(start + length, piece.start + piece.length)
         ]
 
     def _slice(self, file: str, key: str, low: int, high: int) -> torch.Tensor:
@@ -277,6 +230,10 @@ class State:
         scales = self._slice(file, _scales_of(piece).key, first, last)
         return self._codes[piece.kind][codes.long()] * scales[block - first]
 
+    def num_bytes(self) -> int:
+        """Bytes of all its tensor files."""
+        return sum(about["num_bytes"] for about in self.manifest["files"].values())
+
     def close(self) -> None:
         """Let go of the memory maps."""
         self._open.clear()
@@ -292,29 +249,51 @@ def open_state(folder: str | os.PathLike) -> State:
     That the files' content is unchanged is for `differences` to say, which reads all of it. Raises Damaged.
     """
     folder = Path(folder)
-    state = State(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
+    try:
+        return _checked(State(folder, manifest))
+    except Damaged:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:  # a manifest of other hands
+        raise Damaged(f"{folder / MANIFEST} is not as docs/state-format.md has it: {error!r}") from error
+
+
+def _checked(state: State) -> State:
+    """Fill in where the pieces lie. Raises Damaged, and what else a manifest of the wrong shape leads to."""
+    folder = state.folder
     for name, about in state.manifest["files"].items():
         path = folder / name
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise Damaged(f"{folder / MANIFEST}: {name!r} is no name of a file of a state")
         size = path.stat().st_size if path.is_file() else None
-        if size != about["num_bytes"]:
-            what = "is missing" if size is None else f"has {size} bytes instead of {about['num_bytes']}"
+        num_bytes, _ = about["num_bytes"], about["sha256"]
+        if size != num_bytes:
+            what = "is missing" if size is None else f"has {size} bytes instead of {num_bytes}"
             raise Damaged(f"{path} {what}")
         for item in about["ranges"]:
             piece = Range(*item)
+            values = piece.kind.removesuffix(ABSMAX)
+            if piece.length < 0 or (values != piece.kind and values not in state.manifest["quantized"]):
+                raise Damaged(f"{folder / MANIFEST}: {name} cannot hold {item}")
             if not piece.kind.endswith(ABSMAX):
                 state.pieces.setdefault((piece.name, piece.kind), []).append((piece, name))
     for name, tensor in state.tensors.items():
-        for kind in tensor["kinds"]:
+        for kind, about in tensor["kinds"].items():
+            _ = tensor["shape"], tensor["scalars"], DTYPES[about["dtype"]]  # all are needed later
             _check_tiling(state, name, kind)
+    for name, kind in state.pieces:
+        if kind not in state.tensors.get(name, {"kinds": ()})["kinds"]:
+            raise Damaged(f"{folder / MANIFEST} has ranges of {kind} of {name}, but no such tensor")
+    for kind, rule in state.manifest["quantized"].items():
+        if len(rule["code"]) != 256 or rule["block_size"] < 1:
+            raise Damaged(f"{folder / MANIFEST}: the code of {kind} is incomplete")
     return state
 
 
 def _check_tiling(state: State, name: str, kind: str) -> None:
     """Raises Damaged unless the ranges cover the tensor without hole or overlap."""
     pieces = state.pieces.setdefault((name, kind), [])
-    pieces.sort(key=lambda item: item[0].start)
+    pieces.sort(key=lambda item: (item[0].start, item[0].length))  # an empty piece before one that begins there
     position = 0
     for piece, file in pieces:
         if piece.start != position:
@@ -347,7 +326,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "version that wrote it."
         )
     missing = [name for name in _REQUIRED if name not in manifest]
-    missing += [f"progress.{name}" for name in _PROGRESS if name not in manifest.get("progress", {})]
+    progress = manifest.get("progress")
+    missing += [f"progress.{name}" for name in _PROGRESS if not isinstance(progress, dict) or name not in progress]
     if missing:
         raise Damaged(f"{path} lacks {', '.join(missing)}: a run cannot be continued without")
     return manifest

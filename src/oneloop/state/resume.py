@@ -1,0 +1,202 @@
+"""Which state a run continues from, and its numbers back into a live model and optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from oneloop import sharding, watchdog
+from oneloop.sharding import ranges as sharding_ranges
+from oneloop.state import folders, record
+from oneloop.state import format as state_format
+from oneloop.state.format import Damaged, State
+from oneloop.state.writer import Group
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from oneloop.config import RecipeConfig
+
+_PIECE_ELEMENTS = 16 << 20
+"""Numbers read at a time: what loading needs beside the live tensors."""
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def find(accelerator: Accelerator, config: RecipeConfig) -> State | None:
+    """The state that `config.resume` stands for, read to the last byte and found unchanged; None to begin anew.
+
+    Collective, and to be called before anything is loaded: what is wrong with a state or with settings that differ
+    from the saved ones must not be found after an hour. `auto` passes over damaged states to the newest good one,
+    with a warning. Raises ValueError, on every rank, for a named state that is damaged, when all are, or when the
+    settings at hand would not continue its run.
+    """
+    group = Group.new(accelerator.process_index, accelerator.num_processes)
+    root = Path(config.output_dir) / folders.FOLDER
+    if config.resume == "none":
+        if group.rank == 0:
+            folders.clean(root)
+            aside = folders.set_aside(root)
+            if aside is not None:
+                print(f"resume: none: the states of an earlier run are kept as {aside}", flush=True)
+        group.first(None)
+        return None
+    named = None if config.resume == "auto" else Path(config.resume).expanduser()
+    if group.rank == 0:
+        leftovers = folders.clean(root)
+        if leftovers:
+            print(f"resume: removed {', '.join(leftovers)}, left half written by a run that was killed", flush=True)
+    candidates = group.first(_candidates(root if named is None else named))
+    if named is not None and not candidates:
+        raise ValueError(
+            f"resume: there is no training state at {named}: name a step-... folder, or a run's output_dir"
+        )
+    state = _newest_good(candidates, group)
+    if state is None:
+        return None
+    for change in record.check_settings(state, config, sharding.mixed_precision(accelerator)):
+        accelerator.print(f"resume: changed, as allow_changes has it: {change}")
+    if group.rank == 0:
+        progress = state.manifest["progress"]
+        saved = state.manifest["topology"] or {"strategy": "another tool", "world_size": "?"}
+        print(
+            f"resume: {state.folder}, step {state.step} of {progress['total_steps']}, saved under {saved['strategy']} "
+            f"on {saved['world_size']} rank(s); {state.num_bytes():,} bytes verified",
+            flush=True,
+        )
+        changed = record.version_changes(state)
+        if changed:
+            print(f"resume: other versions than when it was saved: {', '.join(changed)}", flush=True)
+        _keep_later_states_aside(state, root)
+    group.first(None)
+    return state
+
+
+def _candidates(path: Path) -> list[Path]:
+    """States at a path: itself, those in it, or those of the run in it; the newest first."""
+    if folders.step_of(path) is not None or (path / state_format.MANIFEST).exists():
+        return [path] if path.is_dir() else []
+    return folders.published(path) or folders.published(path / folders.FOLDER)
+
+
+def _newest_good(candidates: list[Path], group: Group) -> State | None:
+    problems = []
+    for folder in candidates:
+        state, problem = _opened(folder, group)
+        if not problem:
+            if problems and group.rank == 0:
+                warnings.warn(
+                    f"resume: passing over damaged states: {'; '.join(problems)}. Continuing from {folder}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            return state
+        problems.append(problem)
+    if problems:
+        raise ValueError(
+            f"resume: no state can be continued from: {'; '.join(problems)}. Name another one with --resume PATH, or "
+            "begin anew with --resume none, which keeps these aside."
+        )
+    return None
+
+
+def _opened(folder: Path, group: Group) -> tuple[State | None, str]:
+    """Open and verify a state, each rank a part of its files; the state, or the same problem on all ranks."""
+    state, mine = None, ""
+    try:
+        state = state_format.open_state(folder)
+        record.check_complete(state)
+        files = sorted(state.manifest["files"])[group.rank :: group.size]
+        mine = "; ".join(state_format.differences(state, files, watchdog.beat))
+    except Damaged as error:
+        mine = str(error)
+    problems = dict.fromkeys(text for text in group.gather(mine) if text)
+    return state, "; ".join(problems)
+
+
+def _keep_later_states_aside(state: State, root: Path) -> None:
+    """Where a run goes back to an earlier state of its own, those after it belong to another history."""
+    if state.folder.resolve().parent != root.resolve():
+        return
+    later = [path for path in folders.published(root) if folders.step_of(path) > state.step]
+    if later:
+        aside = folders.move_aside(root, later)
+        print(f"resume: {len(later)} later state(s) are kept as {aside}", flush=True)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load(accelerator: Accelerator, model: torch.nn.Module, optimizer, state: State) -> None:
+    """Put a state's masters, moments and counters into the live objects, whatever saved them. Collective.
+
+    Each rank reads the ranges it holds, in pieces of 64 MiB. Raises ValueError where the state does not have just the
+    tensors that are trained here.
+    """
+    inner = sharding.torch_optimizer(optimizer)
+    places = sharding.placements(accelerator, model, optimizer)
+    buffers = sharding.buffers(accelerator, model)
+    _check_tensors(state, accelerator, model, buffers)
+    # A parameter that no gradient has reached so far has no state yet.
+    untouched = {name for name, about in state.tensors.items() if set(about["kinds"]) == {"param"}}
+    sharding_ranges.create_state([place for place in places if place.name not in untouched], inner)
+    held, _ = sharding_ranges.held(places, inner)
+    same_layout = state.manifest["layout"] == sharding.state_layout(accelerator)
+    whole: dict[int, tuple] = {}  # quantised tensors that are cut into other blocks than they were
+    for one in held + buffers:
+        if one.kind not in state.tensors[one.name]["kinds"]:
+            raise ValueError(
+                f"resume: {state.folder} has no {one.kind} of {one.name}, which optim {type(inner).__name__} needs"
+            )
+        if one.packed is None:
+            _read_into(one.view, state, one.name, one.kind, one.start)
+        elif same_layout and one.kind in state.manifest["quantized"] and _is_packed(state, one.name, one.kind):
+            begin = one.packed.offset // sharding_ranges.BLOCK_SIZE
+            codes, scales = state.read_packed(one.name, one.kind, one.start, one.view.numel())
+            one.view.copy_(codes)
+            one.packed.scales[begin : begin + len(scales)].copy_(scales)
+        else:
+            packed = one.packed
+            _, values = whole.setdefault(packed.codes.data_ptr(), (packed, torch.zeros(packed.codes.numel())))
+            _read_into(values[packed.offset : packed.offset + one.view.numel()], state, one.name, one.kind, one.start)
+        watchdog.beat()
+    for packed, values in whole.values():
+        sharding_ranges.requantize(packed, values)
+    scalars = {name: about["scalars"] for name, about in state.tensors.items()}
+    sharding_ranges.set_scalars(places, inner, scalars)
+    steps = [own["step"] for own in scalars.values() if "step" in own]
+    sharding_ranges.count_steps(inner, int(max(steps, default=0)))
+    sharding.refresh(accelerator, model, optimizer)
+
+
+def _is_packed(state: State, name: str, kind: str) -> bool:
+    return state.tensors[name]["kinds"][kind]["dtype"] == "U8"
+
+
+def _read_into(view: torch.Tensor, state: State, name: str, kind: str, start: int) -> None:
+    for low in range(0, view.numel(), _PIECE_ELEMENTS):
+        high = min(low + _PIECE_ELEMENTS, view.numel())
+        view[low:high].copy_(state.read(name, kind, start + low, high - low))
+
+
+def _check_tensors(state: State, accelerator: Accelerator, model: torch.nn.Module, buffers) -> None:
+    live = sharding.trained_shapes(accelerator, model) | {one.name: tuple(one.shape) for one in buffers}
+    saved = {name: tuple(about["shape"]) for name, about in state.tensors.items()}
+    missing, unknown = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
+    other = [name for name in live.keys() & saved.keys() if live[name] != saved[name]]
+    for names, what in (
+        (missing, "lacks"),
+        (unknown, "holds, beside what is trained here,"),
+        (other, "has in another shape"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"resume: {state.folder} {what} {', '.join(names[:3])}{more}: it was saved by the training of another "
+                "model or adapter. Check model_name_or_path and the lora_ settings."
+            )
