@@ -1,9 +1,10 @@
 """Measures what this project claims, against its peers and against its own formulas.
 
-    python scripts/benchmark.py [loop|loss-head|startup|memory|all] [--quick] [--write-docs]
+    python scripts/benchmark.py [loop|loss-head|startup|memory|saving|resuming|all] [--quick] [--write-docs]
 
 `loop`: time of a step; `loss-head`: memory and time of the fused loss; `startup`: time to the help page and the first
-step; `memory`: bytes a rank against `oneloop.memory`. The exit code is 0 only when every target holds and, where
+step; `memory`: bytes a rank against `oneloop.memory`; `saving`: time that training stands still for a checkpoint;
+`resuming`: time to the first batch late in an epoch. The exit code is 0 only when every target holds and, where
 something was timed, two copies of the same code came out alike. Each benchmark prints one figure last.
 
 TRL is a peer where it is installed (`pip install -e .[benchmark]`); without, it is left out with a word.
@@ -18,7 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / ".cache" / "benchmark"
-BENCHMARKS = {"loop": "loop", "loss-head": "loss_head", "startup": "startup", "memory": "ranks"}
+BENCHMARKS = {
+    "loop": "loop",
+    "loss-head": "loss_head",
+    "startup": "startup",
+    "memory": "ranks",
+    "saving": "saving",
+    "resuming": "resuming",
+}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",

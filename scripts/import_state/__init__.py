@@ -1,0 +1,1 @@
+"""The parts of scripts/import_state.py: readers of other tools' checkpoints, and the writer of ours."""
