@@ -70,15 +70,15 @@ def _trained() -> str:
     return backend.to_str()
 
 
-def tiny_model(vocab_size: int, tie: bool = True):
-    """Return a two-layer, 64-wide fp32 `LlamaForCausalLM` without dropout whose weights are the same on every call."""
+def tiny_model(vocab_size: int, tie: bool = True, hidden_size: int = 64, intermediate_size: int = 128):
+    """Return a two-layer fp32 `LlamaForCausalLM` without dropout whose weights are the same on every call."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -95,10 +95,10 @@ def tiny_model(vocab_size: int, tie: bool = True):
         return LlamaForCausalLM(config).to(torch.float32)
 
 
-def save(folder: str | Path, template: str | None = CHATML, bos: bool = False, tie: bool = True) -> str:
+def save(folder: str | Path, template: str | None = CHATML, bos: bool = False, tie: bool = True, **sizes) -> str:
     """Write the tiny model and its tokenizer as a `save_pretrained` folder and return the folder's path."""
     text = tokenizer(template, bos)
-    model = tiny_model(len(text), tie)
+    model = tiny_model(len(text), tie, **sizes)
     model.config.bos_token_id = text.bos_token_id
     model.config.eos_token_id = model.generation_config.eos_token_id = text.eos_token_id
     model.config.pad_token_id = model.generation_config.pad_token_id = text.pad_token_id

@@ -10,12 +10,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from oneloop.state import format as state_format
 from tests.equivalence import launcher
 from tests.recipes import runs
 
 ROOT = Path(__file__).parents[2]
+NAMES = ("train/loss", "train/grad_norm", "numbers")
 WRITES_DOCS = os.environ.get("ONELOOP_WRITE_DOCS") == "1"
 POINTS = [  # (file of accelerate_configs/, ranks), in the order in which they are launched
     ("single", 1),
@@ -32,8 +34,6 @@ POINTS = [  # (file of accelerate_configs/, ranks), in the order in which they a
     ("zero3", 4),
     ("fsdp2", 4),
 ]
-if WRITES_DOCS:
-    POINTS += [("cpu", 4), ("zero2", 4), ("zero2", 1), ("zero3", 1), ("fsdp2", 1)]
 ROWS = [runs.turns(f"question {i} " + "so " * (i % 5), f"answer {i} " + "yes " * (i % 7)) for i in range(17)]
 TRAINING = {
     "global_batch_size": 4,
@@ -51,12 +51,24 @@ KINDS = {
     "full": {},
     "lora": {"use_peft": True, "lora_dropout": 0.1},
     "qlora": {"use_peft": True, "quantization": "nf4"},
+    "8-bit moments": {"optim": "adamw_8bit"},
 }
-STEPS_BACK = {"full": (1, 4), "lora": (2, 3), "qlora": (1, 5)}
+STEPS_BACK = {"full": (1, 4), "lora": (2, 3), "qlora": (1, 5), "8-bit moments": (1, 2, 5)}
 """Which of the earlier launches one continues, by kind; among any six in a row every kind meets every strategy."""
 LOSS, GRAD_NORM, NUMBERS = 1e-6, 5e-5, 5e-4
 """Largest relative difference from the undisturbed run that is allowed; of masters and moments relative to a tensor's
 largest element. It is what strategies differ by without any state (docs/equivalence.md)."""
+
+
+TOLERANCES = {kind: {"train/loss": LOSS, "train/grad_norm": GRAD_NORM, "numbers": NUMBERS} for kind in KINDS}
+# Blocks that share a scale are cut elsewhere: moments are rounded anew, to one of 256 values.
+TOLERANCES["8-bit moments"] = {"train/loss": 1e-4, "train/grad_norm": 1e-2, "numbers": 0.05}
+
+
+def kinds_of(point: tuple[str, int]) -> list[str]:
+    """What is trained under a file: bitsandbytes' optimizers not where FSDP2 shards or DeepSpeed offloads."""
+    has_8bit = not point[0].startswith("fsdp2") and "offload" not in point[0]
+    return [kind for kind in KINDS if kind != "8-bit moments" or has_8bit]
 
 
 def label(point: tuple[str, int]) -> str:
@@ -90,9 +102,10 @@ def continued_run(place: Path, source, target, kind: str) -> Path:
 
 def pairs(index: int) -> list[tuple[tuple, str]]:
     """(source, kind) of what launch number `index` continues: itself, and some of those before it."""
-    found = [(POINTS[index], kind) for kind in KINDS]
+    found = [(POINTS[index], kind) for kind in kinds_of(POINTS[index])]
     for kind, distances in STEPS_BACK.items():
-        found += [(POINTS[index - back], kind) for back in distances if index >= back]
+        sources = [POINTS[index - back] for back in distances if index >= back]
+        found += [(source, kind) for source in sources if kind in kinds_of(source) and kind in kinds_of(POINTS[index])]
     return found
 
 
@@ -108,7 +121,7 @@ def launched(place):
         for source, _ in pairs(index):
             if source != point:
                 make(POINTS.index(source))
-        cases = [case(place, own_run(place, point, kind).name, kind) for kind in KINDS]
+        cases = [case(place, own_run(place, point, kind).name, kind) for kind in kinds_of(point)]
         for source, kind in pairs(index):
             state = own_run(place, source, kind) / "states" / "step-00000003"
             name = continued_run(place, source, point, kind).name
@@ -143,7 +156,7 @@ def differences(reference: Path, continued: Path) -> dict[str, float]:
         assert about["kinds"].keys() == ours.tensors[name]["kinds"].keys() == {"param", "exp_avg", "exp_avg_sq"}
         for kind in about["kinds"]:
             a, b = theirs.read(name, kind), ours.read(name, kind)
-            assert a.dtype == b.dtype and str(a.dtype) == "torch.float32"
+            assert a.dtype == b.dtype == torch.float32
             scale = float(a.abs().max())
             result["numbers"] = max(result["numbers"], float((a - b).abs().max()) / scale if scale else 0.0)
     return result
@@ -166,8 +179,7 @@ def test_continued_elsewhere(launched, place, index):
             assert {n: f["sha256"] for n, f in first.items()} == {n: f["sha256"] for n, f in second.items()}
             assert found == dict.fromkeys(found, 0.0)
         seen.append((source, kind, found))
-        assert found["train/loss"] <= LOSS and found["train/grad_norm"] <= GRAD_NORM, (source, kind, found)
-        assert found["numbers"] <= NUMBERS, (source, kind, found)
+        assert all(found[name] <= limit for name, limit in TOLERANCES[kind].items()), (source, kind, found)
     assert len(seen) == len(pairs(index)) >= 3
 
 
@@ -180,8 +192,9 @@ def test_write_docs(place, launched):
         missing = [
             (source, kind)
             for source in POINTS
-            for kind in KINDS
-            if not (continued_run(place, source, target, kind) / "states" / "step-00000006").is_dir()
+            for kind in kinds_of(target)
+            if kind in kinds_of(source)
+            and not (continued_run(place, source, target, kind) / "states" / "step-00000006").is_dir()
         ]
         cases = [
             case(
@@ -202,10 +215,11 @@ def test_write_docs(place, launched):
             **{"ONELOOP_ALLOW_OVERSUBSCRIBE": "1"},
         )
         for source in POINTS:
-            for kind in KINDS:
+            for kind in set(kinds_of(source)) & set(kinds_of(target)):
                 found = differences(own_run(place, target, kind), continued_run(place, source, target, kind))
                 table[source, target, kind] = found
-                assert found["train/loss"] <= LOSS and found["train/grad_norm"] <= GRAD_NORM, (source, target, kind)
+                within = all(found[name] <= limit for name, limit in TOLERANCES[kind].items())
+                assert within, (source, target, kind, found)
     (ROOT / "docs" / "resume.md").write_text(document(table))
 
 
@@ -225,16 +239,25 @@ def document(table: dict) -> str:
     for columns in (POINTS[:half], POINTS[half:]):
         lines += ["| from \\ to | " + " | ".join(map(label, columns)) + " |", "|---" * (len(columns) + 1) + "|"]
         for source in POINTS:
-            cells = [" / ".join(_cell(table[source, target, kind]) for kind in KINDS) for target in columns]
+            cells = [" / ".join(_cell(table[source, target, kind]) for kind in list(KINDS)[:3]) for target in columns]
             lines.append(f"| {label(source)} | " + " | ".join(cells) + " |")
         lines.append("")
-    worst = {
-        name: max(found[name] for found in table.values()) for name in ("train/loss", "train/grad_norm", "numbers")
-    }
+    worst, worst_8bit = (
+        {
+            name: max(f[name] for (*_, kind), f in table.items() if (kind == "8-bit moments") == is_8bit)
+            for name in NAMES
+        }
+        for is_8bit in (False, True)
+    )
     lines += [
         f"{len(table)} runs. Largest difference of a loss: {worst['train/loss']:.1e}, of a gradient norm: "
         f"{worst['train/grad_norm']:.1e},",
         f"of a weight or moment, relative to the largest of its tensor: {worst['numbers']:.1e}.",
+        "",
+        "With moments in 8 bits (`optim: adamw_8bit`) another strategy cuts the blocks that share a scale elsewhere,",
+        f"and they are rounded anew: loss {worst_8bit['train/loss']:.1e}, gradient norm "
+        f"{worst_8bit['train/grad_norm']:.1e}; under the same file and number of",
+        "ranks, equal to the last bit.",
         "",
     ]
     return "\n".join(lines)

@@ -31,6 +31,8 @@ CHECKSUM = "manifest.sha256"
 BLOCK_BYTES = 4 << 20
 """What is read, hashed and written at a time."""
 
+_MOST_MAPPED_BYTES = 64 << 20  # pages of a memory map count as memory of the process while it is open
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -154,6 +156,7 @@ class State:
     pieces: dict[tuple[str, str], list[tuple[Range, str]]] = field(default_factory=dict)
     """(name, kind): the ranges that make up the tensor, in order, each with its file."""
     _open: dict[str, Any] = field(default_factory=dict)
+    _mapped_bytes: int = 0
     _codes: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -216,9 +219,13 @@ class State:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self.folder / file, "pt")
-            return self._open[file].get_slice(key)[low:high]
+            part = self._open[file].get_slice(key)[low:high]
         except (OSError, SafetensorError) as error:
             raise Damaged(f"{self.folder / file}: {key} cannot be read: {error}") from error
+        self._mapped_bytes += part.numel() * part.element_size()
+        if self._mapped_bytes > _MOST_MAPPED_BYTES:
+            self.close()
+        return part
 
     def _dequantized(self, codes: torch.Tensor, piece: Range, low: int, file: str) -> torch.Tensor:
         rule = self.manifest["quantized"][piece.kind]
@@ -237,6 +244,7 @@ class State:
     def close(self) -> None:
         """Let go of the memory maps."""
         self._open.clear()
+        self._mapped_bytes = 0
 
 
 def _scales_of(piece: Range) -> Range:
