@@ -70,10 +70,12 @@ def recorded_config(state: State, model_name_or_path: str | None, trust_remote_c
     Trust is never taken from a file that is passed around.
     """
     from oneloop import config as config_module
+    from oneloop.sharding.chosen import DTYPES
 
     defaults = {field.name: field.default for field in dataclasses.fields(config_module.RecipeConfig)}
     config = SimpleNamespace(**defaults | state.manifest["config"])
     config.trust_remote_code, config.attn_implementation = trust_remote_code, None
+    config.compute_dtype = DTYPES[(state.manifest["topology"] or {}).get("precision", "no")]
     if model_name_or_path:
         config.model_name_or_path, config.model_revision = model_name_or_path, None
     return config
@@ -132,6 +134,7 @@ def export(arguments: argparse.Namespace) -> None:
             "dtype": str(dtype).removeprefix("torch."),
             "base_model": state.manifest["model"],
             "quantization": config.quantization,
+            "precision": (state.manifest["topology"] or {}).get("precision"),
         }
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     files = len(list(arguments.out.glob("*.safetensors")))

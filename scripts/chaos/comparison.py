@@ -11,6 +11,8 @@ from chaos.processes import newest_step
 
 MEASURES = re.compile(r"(_seconds|_per_second|_gib|_bytes|mfu)$")
 """Metrics that no two runs share."""
+SET_ASIDE = re.compile(r".+\.\d+")
+"""What a run that was killed after its export has kept of it when it exported again."""
 
 
 def differences(whole: Path, killed: Path) -> list[str]:
@@ -40,7 +42,7 @@ def weight_files(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.rglob("*.safetensors")):
         parts = path.relative_to(folder).parts
-        if parts[0].startswith("states") and parts[:2] != ("states", last):
+        if SET_ASIDE.fullmatch(parts[0]) or (parts[0] == "states" and parts[1] != last):
             continue
         found["/".join(parts)] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found

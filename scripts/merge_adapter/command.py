@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = SimpleNamespace(**defaults)
     config.model_name_or_path, config.quantization = str(adapter), quantization
     config.trust_remote_code = arguments.trust_remote_code
+    config.compute_dtype = merging.known_dtype(adapter)
     base = sources.base_model_of(config)
     if arguments.model_name_or_path:
         base = dataclasses.replace(base, name=arguments.model_name_or_path, revision="main")

@@ -61,6 +61,9 @@ def measure(config, base, merged: dict[str, Path], rows: list[dict]) -> dict[str
 
     source = sources.find_model(base, config.trust_remote_code)
     model = _loaded(config, source, **quantization.rounding(config))
+    for parameter in model.parameters():  # what is packed is no floating-point tensor, and stays as it is
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
     if config.quantization:
         quantization.make_trainable_around(model)  # or some CPUs compute its evaluation in bf16
     adapter = sources.find_adapter(base.adapter, config.trust_remote_code)
@@ -101,8 +104,9 @@ def _loaded(config, source, **kwargs):
 
     from oneloop import models
 
+    dtype = config.compute_dtype if config.quantization else _fp32()
     return models.from_source(
-        AutoModelForCausalLM, source, config, dtype=_fp32(), use_safetensors=models.use_safetensors(config), **kwargs
+        AutoModelForCausalLM, source, config, dtype=dtype, use_safetensors=models.use_safetensors(config), **kwargs
     )
 
 

@@ -38,6 +38,20 @@ def known_quantization(adapter: Path, asked: str | None) -> str | None:
     )
 
 
+def known_dtype(adapter: Path):
+    """What the base was computed in when the adapter was trained, and so rounded to before it was quantised; fp32
+    where no record beside it says otherwise."""
+    from oneloop.sharding.chosen import DTYPES
+
+    folder = adapter.resolve()
+    for path in (folder / "export.json", *([folder.parent / "topology.json"] if folder.name == "model" else [])):
+        if path.is_file():
+            precision = json.loads(path.read_text(encoding="utf-8")).get("precision")
+            if precision in DTYPES:
+                return DTYPES[precision]
+    return DTYPES["no"]
+
+
 def check_choice(base: str | None, quantization: str | None) -> str:
     """Which base to merge into. Raises ValueError for a choice that does not exist."""
     if base == "dequantized" and quantization is None:
@@ -98,6 +112,7 @@ class _MergedValues:
             f"{name}.weight" for name, inner in module.named_modules() if type(inner).__name__ == "Conv1D"
         }
         self._quantization = config.quantization if rounded else None
+        self._dtype = config.compute_dtype
         self._rounded = set()
         if rounded:  # the same layers in 4 and in 8 bits; 8-bit ones cannot be built without values
             nf4 = quantization.rounding(SimpleNamespace(quantization="nf4"))
@@ -141,7 +156,7 @@ class _MergedValues:
             return
         weight = self._base_values.whole(self._keys[name])
         if name in self._rounded:
-            weight = round_weight(weight, self._quantization, name in self._transposed)
+            weight = round_weight(weight.to(self._dtype), self._quantization, name in self._transposed)
         if name in self._layers:
             weight = self._merged(*self._layers[name], weight)
         yield weight.flatten()
@@ -194,7 +209,8 @@ def _adapted_layers(peft_module) -> dict[str, tuple[str, Any]]:
 
 
 def round_weight(weight, quantization: str, transposed: bool = False):
-    """A weight (out, in) fp32, or (in, out) if transposed, as its quantised layer computes with it."""
+    """A weight (out, in), or (in, out) if transposed, in the dtype it was held in before it was quantised: as its
+    quantised layer computes with it, in fp32."""
     import bitsandbytes
     from bitsandbytes import functional
 

@@ -242,13 +242,13 @@ def _merge(accelerator: Accelerator, adapter: Path, config: RecipeConfig) -> Non
     if accelerator.is_main_process:
         try:
             with sharding.plain_loading():
-                error = _merge_plain(adapter, config)
+                error = _merge_plain(adapter, config, sharding.compute_dtype(accelerator))
         except Exception as failure:  # the other ranks wait for word of it
             error = f"could not merge {adapter}: {failure!r}"
     _raise_together(error)
 
 
-def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
+def _merge_plain(adapter: Path, config: RecipeConfig, compute_dtype: torch.dtype) -> str:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -257,7 +257,7 @@ def _merge_plain(adapter: Path, config: RecipeConfig) -> str:
         AutoModelForCausalLM,
         sources.find_model(base, config.trust_remote_code),
         config,
-        dtype=torch.float32,
+        dtype=compute_dtype if config.quantization else torch.float32,  # what was quantised was in this dtype before
         use_safetensors=models.use_safetensors(config),
         **quantization.rounding(config),
     )

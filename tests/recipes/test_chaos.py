@@ -15,6 +15,10 @@ from tests.recipes import runs
 from tests.recipes.test_sft import UNEVEN
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from chaos import comparison  # noqa: E402
+
 CHAOS = ROOT / "scripts" / "chaos.py"
 
 FAKE = '''
@@ -122,6 +126,20 @@ def test_a_wrong_training_is_found_out(tmp_path, fault):
     assert re.search(FAULTS[fault], text), text
     assert "something differs" in output.splitlines()[-1]
     assert list((tmp_path / "chaos").glob("killed-*")), "what differs is kept"
+
+
+def test_what_was_set_aside_is_not_compared(tmp_path):
+    """A run that is killed after its export exports again, and keeps the first as model.1."""
+    for name, others in (("whole", ()), ("killed", ("model.1", "states.1/step-00000005", "states/step-00000004"))):
+        for folder in ("model", "states/step-00000005", *others):
+            (tmp_path / name / folder).mkdir(parents=True)
+            (tmp_path / name / folder / "x.safetensors").write_text(folder)
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": 0.5}) + "\n")
+    assert comparison.differences(tmp_path / "whole", tmp_path / "killed") == []
+    for folder in ("model", "states/step-00000005"):
+        (tmp_path / "killed" / folder / "x.safetensors").write_text("other")
+        assert len(comparison.differences(tmp_path / "whole", tmp_path / "killed")) == 1
+        (tmp_path / "killed" / folder / "x.safetensors").write_text(folder)
 
 
 @pytest.mark.parametrize(

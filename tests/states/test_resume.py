@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from oneloop.data import loaders
-from oneloop.state import folders
+from oneloop.state import folders, resume
 from oneloop.state import format as state_format
 from tests import tiny
 from tests.equivalence import launcher
@@ -249,6 +249,14 @@ def test_none_begins_anew(finished, tmp_path):  # C37
     assert [line["step"] for line in metrics(out)] == [1, 2]
 
 
+def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "lock", lambda root: "process 7 on elsewhere")
+    monkeypatch.setattr(resume, "_WAIT_FOR_OTHER_SECONDS", 0.0)
+    with pytest.raises(ValueError, match=r"states is being written to by another run \(process 7 on elsewhere\)"):
+        runs.train(tmp_path, ROWS, **BASE)
+    runs.train(tmp_path, ROWS, **BASE | {"save_every": 0})
+
+
 def test_rotation(tmp_path):  # C37
     settings = BASE | {"max_steps": 12, "save_total_limit": 3}
     out = runs.train(tmp_path, ROWS, **settings)
@@ -382,14 +390,17 @@ def test_full_disk_stops_the_run_and_keeps_what_is_there(tmp_path, monkeypatch, 
     ):
         runs.train(tmp_path, ROWS, **settings)
     out = tmp_path / "run"
-    assert [path.name for path in (out / "states").iterdir()] == ["step-00000003"]
+    assert [path.name for path in (out / "states").glob("*step*")] == ["step-00000003"]
     assert state_format.differences(state_format.open_state(out / "states" / "step-00000003")) == []
     runs.train(tmp_path, ROWS, **settings)
     assert weights(out) == weights(whole) and metrics(out) == metrics(whole)
     with full_disk(monkeypatch, blocks + 5), pytest.warns(RuntimeWarning, match="training goes on"):
         runs.train(tmp_path, ROWS, output_dir=str(tmp_path / "on"), on_save_error="continue", **settings)
     assert weights(tmp_path / "on") == weights(whole)
-    assert sorted(path.name for path in (tmp_path / "on" / "states").iterdir()) == ["step-00000003", "step-00000009"]
+    assert sorted(path.name for path in (tmp_path / "on" / "states").glob("*step*")) == [
+        "step-00000003",
+        "step-00000009",
+    ]
 
 
 def test_room_is_looked_at_first(tmp_path, monkeypatch):

@@ -122,7 +122,7 @@ def test_another_run_in_the_folder(tmp_path):
         save(root, step, limit=1)
         assert steps(root) == [1000, step]
     aside = folders.set_aside(root)
-    assert aside == tmp_path / "states.1" and steps(aside) == [1000, 3] and not root.exists()
+    assert aside == tmp_path / "states.1" and steps(aside) == [1000, 3] and steps(root) == []
     assert folders.set_aside(root) is None
     save(root, 1, limit=1)
     assert folders.set_aside(root) == tmp_path / "states.2"
@@ -144,6 +144,21 @@ def test_limits(tmp_path, limit, left):
         save(tmp_path, step)
     removed = folders.rotate(tmp_path, limit, tmp_path / folders.name_of(4))
     assert steps(tmp_path) == [4, 3, 2, 1][:left] and len(removed) == 4 - left
+
+
+def test_one_run_writes_at_a_time(tmp_path):
+    """A second process is told who holds the folder, until that one has ended, in whatever way."""
+    root = tmp_path / "states"
+    program = (
+        "import sys, time; from pathlib import Path; from oneloop.state import folders; "
+        f"print(folders.lock(Path({str(root)!r})), flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "\n", "the first gets it"
+        assert folders.lock(root).startswith(f"process {other.pid} on ")
+        other.kill()
+    assert folders.lock(root) == "" == folders.lock(root), "and the same process again"
+    assert folders.clean(root) == [] and folders.published(root) == []
 
 
 def test_no_folder_yet(tmp_path):

@@ -15,7 +15,9 @@ import itertools
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
+from typing import IO
 
 from oneloop.state import durable
 from oneloop.state import format as state_format
@@ -108,11 +110,8 @@ def _rename_away(path: Path, suffix: str) -> Path:
 
 def set_aside(root: Path) -> Path | None:
     """Keep the states of an earlier run under another name, so that a new one cannot mix with them."""
-    if not published(root):
-        return None
-    target = _free_name(root)
-    os.rename(root, target)
-    return target
+    states = published(root)
+    return move_aside(root, states) if states else None
 
 
 def move_aside(root: Path, states: list[Path]) -> Path:
@@ -127,6 +126,38 @@ def move_aside(root: Path, states: list[Path]) -> Path:
 def _free_name(root: Path) -> Path:
     number = next(n for n in itertools.count(1) if not root.with_name(f"{root.name}.{n}").exists())
     return root.with_name(f"{root.name}.{number}")
+
+
+_LOCK = ".lock"
+_held: dict[Path, IO[str]] = {}
+
+
+def lock(root: Path) -> str:
+    """Make this process the only one that writes to `root`; '' if it is, else who does.
+
+    Held until the process ends, however it ends. A disk without locks lets everybody in. Raises OSError.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        return ""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = root.resolve()
+    if name in _held and name.joinpath(_LOCK).exists():
+        return ""
+    file = open(root / _LOCK, "a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return file.read().strip() or "another process"
+    except OSError:
+        return ""
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _held[name] = file
+    return ""
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from oneloop.config import RecipeConfig
 
+_WAIT_FOR_OTHER_SECONDS = 30.0
+
 _PIECE_ELEMENTS = 16 << 20
 """Numbers read at a time: what loading needs beside the live tensors."""
 
@@ -37,6 +40,8 @@ def find(accelerator: Accelerator, config: RecipeConfig) -> State | None:
     """
     group = Group.new(accelerator.process_index, accelerator.num_processes)
     root = Path(config.output_dir) / folders.FOLDER
+    if config.save_every or root.is_dir():
+        _be_the_only_one(root, group)
     if config.resume == "none":
         if group.rank == 0:
             folders.clean(root)
@@ -74,6 +79,24 @@ def find(accelerator: Accelerator, config: RecipeConfig) -> State | None:
         _keep_later_states_aside(state, root)
     group.first(None)
     return state
+
+
+def _be_the_only_one(root: Path, group: Group) -> None:
+    """Raises ValueError, on every rank, while another run writes its states to the same folder.
+
+    One that has just been killed may take some seconds to be gone.
+    """
+    other = ""
+    deadline = time.monotonic() + _WAIT_FOR_OTHER_SECONDS
+    while group.rank == 0 and (other := folders.lock(root)) and time.monotonic() < deadline:
+        watchdog.beat()
+        time.sleep(0.5)
+    other = group.first(other)
+    if other:
+        raise ValueError(
+            f"output_dir: {root} is being written to by another run ({other}): wait until it has ended, or end it, or "
+            "give this run an output_dir of its own."
+        )
 
 
 def _candidates(path: Path) -> list[Path]:
@@ -119,13 +142,13 @@ def _opened(folder: Path, group: Group) -> tuple[State | None, str]:
 
 
 def _keep_later_states_aside(state: State, root: Path) -> None:
-    """Where a run goes back to an earlier state of its own, those after it belong to another history."""
-    if state.folder.resolve().parent != root.resolve():
-        return
-    later = [path for path in folders.published(root) if folders.step_of(path) > state.step]
-    if later:
-        aside = folders.move_aside(root, later)
-        print(f"resume: {len(later)} later state(s) are kept as {aside}", flush=True)
+    """Where a run goes back to an earlier state of its own, those after it belong to another history, as all in its
+    folder do where it goes on from another run's: `auto` must not find them."""
+    is_own = state.folder.resolve().parent == root.resolve()
+    others = [path for path in folders.published(root) if not is_own or folders.step_of(path) > state.step]
+    if others:
+        aside = folders.move_aside(root, others)
+        print(f"resume: {len(others)} {'later ' * is_own}state(s) are kept as {aside}", flush=True)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

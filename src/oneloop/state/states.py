@@ -7,6 +7,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from oneloop import sharding, stopping, watchdog
 from oneloop.sharding import ranges as sharding_ranges
 from oneloop.state import folders, record, resume, writer
@@ -48,7 +50,9 @@ class States:
         self.newest_step = -1
         """Step of the newest state that was saved, or begun to be saved, by this process."""
         rank, size = accelerator.process_index, accelerator.num_processes
-        self._steps_group, self._write_group = writer.Group.new(rank, size), writer.Group.new(rank, size)
+        saves = config.save_every != 0
+        self._steps_group = writer.Group.new(rank, size) if saves else writer.Group()
+        self._write_group = writer.Group.new(rank, size) if saves else writer.Group()
         self._requests = stopping.Requests(rank, config.max_hours)
         self._background, self._host = writer.Background(), writer.HostCopy()
         self._of_run = record.of_run(config, topology)
@@ -208,9 +212,16 @@ class States:
             self._fail()
 
     def _take_outcome(self) -> None:
+        is_first = self._background.is_done and not self._save_seconds
         outcome = self._background.wait(watchdog.beat)
         self._error = self._error or outcome
         self._save_seconds = max(self._save_seconds, self._background.seconds)
+        if is_first and not self._error and self.accelerator.is_main_process:
+            seconds = self._step_seconds + self._save_seconds
+            tqdm.write(
+                f"state: the first one took {self._save_seconds:.1f} s to write; to save and stop on a signal takes up "
+                f"to {seconds:.0f} s (a step and a state)"
+            )
 
     def _fail(self) -> None:
         self._take_outcome()  # the writing ends on all ranks with the same error
@@ -231,8 +242,6 @@ class States:
     def _say(self, progress: Progress, job: writer.Job, stalled: float) -> None:
         if not self.accelerator.is_main_process or self._error:
             return
-        from tqdm import tqdm
-
         size = job.share.num_bytes() / 2**20
         how = "in the background" if self.config.async_save else "written"
         tqdm.write(

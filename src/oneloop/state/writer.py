@@ -12,6 +12,7 @@ import errno
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,7 +276,10 @@ def _publish(job: Job, partial: Path, everyone: list) -> None:
     }
     state_format.write_manifest(partial, manifest)
     published = folders.publish(partial)
-    folders.rotate(job.root, job.limit, published)
+    try:
+        folders.rotate(job.root, job.limit, published)
+    except OSError as error:  # the new state is there; too many old ones are no reason to stop
+        warnings.warn(f"older training states could not be removed: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _remove(partial: Path, group: Group) -> None:
