@@ -132,8 +132,8 @@ def main(config: SFTConfig):
         if states.due(progress):  # every save_every steps, at the end, and when a signal or max_hours asks to stop
             states.save(progress)
     # --- end of training loop ---
-    states.finish()
     export.save(accelerator, model, tokenizer, config)
+    states.finish()
     launch.finish(accelerator, tracker)
 
 

@@ -6,6 +6,7 @@ process into a temporary folder and renamed, never an empty placeholder or one r
 
 from __future__ import annotations
 
+import filecmp
 import itertools
 import json
 import os
@@ -89,6 +90,8 @@ def save(accelerator: Accelerator, model: torch.nn.Module, tokenizer, config: Re
     different = _differences(accelerator, model, temporary, wanted, dtype)
     _raise_together(error or different)
     if accelerator.is_main_process:
+        if _has_same_weights(target, temporary):  # of this very run, which was killed or started once more after it
+            shutil.rmtree(target)
         _set_aside(target)
         _set_aside(target.with_name("merged"))  # of an earlier adapter; beside a new one it would pass for its own
         os.replace(temporary, target)
@@ -215,6 +218,12 @@ def in_file_format(module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(module, tensors)
+
+
+def _has_same_weights(folder: Path, other: Path) -> bool:
+    """Whether both hold the same weight files, to the last byte."""
+    names = [{path.name for path in one.glob("*.safetensors*")} if one.is_dir() else set() for one in (folder, other)]
+    return names[0] == names[1] != set() and all(filecmp.cmp(folder / n, other / n, shallow=False) for n in names[0])
 
 
 def _raise_together(error: str) -> None:

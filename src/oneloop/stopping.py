@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+from oneloop import watchdog
+
 EXIT_CODE = 75
 """Exit code of a rank that has saved and stopped before the end: EX_TEMPFAIL of sysexits.h, run it again."""
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -21,6 +23,9 @@ class Stopped(SystemExit):
     def __init__(self, message: str):
         super().__init__(EXIT_CODE)
         self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Requests:
@@ -70,6 +75,7 @@ class Requests:
             os._exit(128 + number)
         if not self._received:
             self._received = now
+            watchdog.asked_to_stop()
             self.reason = f"rank {self.rank} received {name}"
             _say(f"\n{self.reason}: saving after this step, then stopping; a second signal stops at once\n")
 

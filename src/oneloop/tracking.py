@@ -52,20 +52,22 @@ def start(accelerator, config, topology, resumed=None) -> "Tracker":
     output_dir = Path(config.output_dir)
     settings = config_module.to_dict(config) | {"topology": dataclasses.asdict(topology)}
     shown = redaction.redact_value(settings)
+    own = resumed is not None and resumed.folder.parent.resolve() == (output_dir / "states").resolve()
     if accelerator.is_main_process:
         make_output_dir(output_dir)
         _warn_of_secrets([name for name in settings if shown[name] != settings[name]])
-        recipe = arguments.to_yaml({name: value for name, value in shown.items() if name != "topology"})
+        # To be given to --config again, and then to continue by itself.
+        once = ("topology", "resume", "allow_changes")
+        recipe = arguments.to_yaml({name: value for name, value in shown.items() if name not in once})
         _write(output_dir / "recipe.yaml", recipe)
         _write(output_dir / "topology.json", json.dumps(shown["topology"], indent=2) + "\n")
         loaded = redaction.redact_value(sources.record(config))
         _write(output_dir / sources.RECORD_FILE, json.dumps(loaded, indent=2) + "\n")
         print(recipe.rstrip(), "-----------", sep="\n", flush=True)
-        own = resumed is not None and resumed.folder.resolve().parent.parent == output_dir.resolve()
         if not own or not _cut(output_dir / METRICS_FILE, resumed.step):
             _set_aside(output_dir / METRICS_FILE)
     continued = None
-    if resumed is not None:
+    if own:  # a run that goes on from another one's state is a new run
         saved = resumed.manifest["tracker"] or {}
         continued = (saved.get("run_id") if saved.get("name") == report_to else None, resumed.step)
     return Tracker(accelerator, shown, output_dir, report_to, continued)

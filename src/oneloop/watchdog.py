@@ -33,6 +33,7 @@ _GRACE_SECONDS = 5.0  # in which the cause of an end may speak before those who 
 _STACKS_SHOWN = 8  # when all ranks wait for each other, so many show where
 
 _beats = 0
+_is_stopping = False
 _num_watches = 0
 _watch: _Watch | None = None
 
@@ -71,6 +72,12 @@ def beat() -> None:
     """Count progress. Called wherever work goes on piece by piece, the same on all ranks; costs nothing."""
     global _beats
     _beats += 1
+
+
+def asked_to_stop() -> None:
+    """This rank was told to stop and goes on to save: it must not, once another rank has failed."""
+    global _is_stopping
+    _is_stopping = True
 
 
 def start() -> None:
@@ -180,6 +187,9 @@ class _Watch:
                 self._launcher_is_gone()
             for rank, pid, number in ended:
                 self._peer_ended(rank, pid, number)
+            if _is_stopping and (self.dead or self._someone_failed()):
+                time.sleep(1)  # the launcher calls the first to end the root cause: let that be another one
+                os._exit(1)
             now = time.monotonic()
             # No more than a round should take: a job that was suspended as a whole comes back after hours.
             passed, last = min(now - last, 2 * self.interval), now
@@ -282,10 +292,13 @@ class _Watch:
         finally:  # nobody may be left to read it
             os._exit(1)
 
+    def _someone_failed(self) -> bool:
+        return any(report.state in ("failed", "hangs") for report in self._read().values())
+
     def _peer_ended(self, rank: int, pid: int, number: int | None) -> None:
         """Speak for a rank of this machine that could not, on the first rank that is left there."""
         reports = self._read()
-        if any(report.state in ("failed", "hangs") for report in reports.values()) or self.dead:
+        if self.dead or self._someone_failed():
             return  # what follows a first end is no news
         if number in peers.ORDERLY or (rank in reports and reports[rank].state == "ended"):
             return

@@ -331,8 +331,8 @@ def test_every_component_is_needed(finished, tmp_path):  # R14
     out, run = again(finished, tmp_path, 3)
     folder = out / "states" / "step-00000003"
     whole = json.loads((folder / "manifest.json").read_text())
-    assert len(whole) >= 20
-    for name in whole:
+    assert len(whole) >= 20 and whole.keys() - {"continued_from"} == set(state_format._REQUIRED)
+    for name in state_format._REQUIRED:
         state_format.write_manifest(folder, {key: value for key, value in whole.items() if key != name})
         with pytest.raises(ValueError, match=r"manifest.json (lacks|is no manifest|has format)"):
             run(resume=str(folder))
@@ -354,6 +354,12 @@ def test_every_component_is_needed(finished, tmp_path):  # R14
     state_format.write_manifest(folder, whole | {"tensors": tensors})
     with pytest.raises(ValueError, match="exp_avg_sq"):
         run(resume=str(folder))
+
+
+def test_what_cannot_be_saved_shows_at_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match="optim: Odd keeps 'history' for .*, which cannot be saved"):
+        runs.train(tmp_path, ROWS, **BASE | {"optim": "tests.states.odd.Odd", "save_every": 500})
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ TRAINING = {
     "save_total_limit": -1,
 }
 GRACE_SECONDS = 20
+PASSED_ON = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
 PRECISION = ("--mixed_precision", "no")  # as in this process, which continues
 CASES = {  # name: (config, ranks, place, signals, rank, changes, step after which the run stops)
     "launcher": ("cpu", 2, "loss:11", "SIGTERM@launcher", 0, {}, 6),
@@ -32,6 +33,7 @@ CASES = {  # name: (config, ranks, place, signals, rank, changes, step after whi
     "in a save": ("fsdp2", 2, "save:1", "SIGTERM@self", 0, {}, None),
     "sent to all": ("cpu", 1, "loss:9", "SIGTERM@self+0.5+SIGTERM@self", 0, {}, 3),
     "launcher of one process": ("single", 1, "loss:21", "SIGTERM@launcher+1", 0, {}, 6),
+    "user signal to the launcher": ("cpu", 2, "loss:11", "SIGUSR1@launcher", 0, {}, 6),
     "hours": ("cpu", 2, "loss:999", "0", 0, {"max_hours": 1e-4}, 1),
 }
 
@@ -43,7 +45,9 @@ def launch(folder: Path, case: str, check: bool):
     values = runs.settings(folder, ROWS, **TRAINING | changes)
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     began = time.time()
-    result = launcher.launch(config, ranks, SCRIPT, place, signals, str(rank), *words, check=check, extra=PRECISION)
+    result = launcher.launch(
+        config, ranks, SCRIPT, place, signals, str(rank), *words, check=check, extra=PRECISION, **PASSED_ON
+    )
     return result, began
 
 
@@ -76,7 +80,7 @@ def test_stops_and_continues(case, tmp_path, undisturbed):
     sent = re.search(r"sending .* at ([\d.]+)", output)
     assert (sent is None) == (case == "hours")
     assert sent is None or newest.stat().st_mtime - float(sent.group(1)) < GRACE_SECONDS
-    if CASES[case][1] > 1 and case != "launcher":
+    if CASES[case][1] > 1 and "launcher" not in case:
         # torchrun's report of its ranks; told to stop itself, it makes none.
         assert re.search(r"exitcode\s*: 75", output), output
     changes = {name: value for name, value in CASES[case][5].items() if name != "max_hours"}

@@ -138,6 +138,7 @@ class TrainLoader:
                 order_epoch = progress.epoch
                 order = sampling.epoch_order(len(self.rows), self.seed, order_epoch, self.shuffle)
             step_rows = order[progress.position : progress.position + self.global_batch_size]
+            assert len(step_rows), f"no rows at position {progress.position} of {len(order)}"
             self.last_row_ids = step_rows.tolist()
             # Rows of like length go together: less padding, and the ranks have equally much to do. Which rows make up
             # the step is not touched, so neither is the result.

@@ -19,7 +19,7 @@ from oneloop.sharding.chosen import (
 from oneloop.sharding.layouts import layout
 from oneloop.sharding.loss_scale import loss_scaler, restore_loss_scaler
 from oneloop.sharding.obtained import Obtained, check_same_on_all_ranks, local, num_elements, obtained, weight_counter
-from oneloop.sharding.placement import placements, refresh, state_layout, torch_optimizer, trained_shapes
+from oneloop.sharding.placement import cut, placements, refresh, state_layout, torch_optimizer, trained_shapes
 from oneloop.sharding.ranges import buffers
 from oneloop.sharding.step import clip_before_step, clip_grad_norm, generation
 from oneloop.sharding.whole import full_tensors, plain_loading, plain_name, restore_masters, take_masters
@@ -33,6 +33,7 @@ __all__ = [
     "clip_before_step",
     "clip_grad_norm",
     "compute_dtype",
+    "cut",
     "full_tensors",
     "gather_together",
     "generation",

@@ -8,6 +8,7 @@ flat partition of many.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,14 @@ def placements(accelerator: Accelerator, model: torch.nn.Module, optimizer) -> l
         return [placement for n, p in trained for placement in _of_shard(n, p)]
     copy = (accelerator.process_index, accelerator.num_processes)
     return [Placement(n, tuple(p.shape), p, 0, 0, p.numel(), copy) for n, p in trained]
+
+
+def cut(places: list[Placement]) -> str:
+    """A short value of how the tensors that the optimizer steps on are cut on this rank: settings of a backend move
+    the cuts, and with them the blocks that share a scale."""
+    owners: dict[int, int] = {}
+    lines = [(p.name, owners.setdefault(id(p.owner), len(owners)), p.offset, p.start, p.length) for p in places]
+    return hashlib.sha256(repr(lines).encode()).hexdigest()[:16]
 
 
 def trained_shapes(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

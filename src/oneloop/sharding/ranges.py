@@ -148,7 +148,9 @@ def set_scalars(placements: Iterable[Placement], optimizer: torch.optim.Optimize
         for key, value in wanted.items():
             if isinstance(state.get(key), torch.Tensor):
                 state[key].fill_(value)
-            elif key in state:
+            elif key not in state:  # made in a later step than the first
+                state[key] = value
+            else:
                 state[key] = type(state[key])(value)  # a counter may be an int here and a float there
 
 
@@ -172,11 +174,64 @@ def create_state(placements: Iterable[Placement], optimizer: torch.optim.Optimiz
         optimizer.param_groups = groups
 
 
-def drop_state(placements: Iterable[Placement], optimizer: torch.optim.Optimizer, names: set[str]) -> None:
-    """Remove the state of parameters that had none when it was saved, as they have not been stepped on."""
-    for place in placements:
-        if place.name in names:
-            optimizer.state.pop(place.owner, None)
+def add_state(place: Placement, optimizer: torch.optim.Optimizer, kind: str, shape: tuple[int, ...]) -> Held:
+    """A place for a kind of state that the optimizer has not made yet, as it makes it in a later step than its first.
+
+    Raises ValueError for one that is not made of one number per weight, where the weights are cut apart.
+    """
+    owner = local(place.owner)
+    state = optimizer.state[place.owner]
+    if shape == place.shape:
+        state[kind] = torch.zeros_like(place.owner)
+    elif place.length == math.prod(place.shape) == owner.numel():
+        state[kind] = torch.zeros(shape, dtype=owner.dtype, device=owner.device)
+    else:
+        raise ValueError(f"the state holds {kind!r} of {place.name}, which has no place under this strategy")
+    return _of_state(place, state, kind, local(state[kind]))
+
+
+_NOT_KEPT = ("params", "lr")  # the one is saved as it is, the other set before every step
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The settings of each parameter group, without parameters and learning rate."""
+    return [{k: v for k, v in group.items() if k not in _NOT_KEPT} for group in optimizer.param_groups]
+
+
+def changed_group_values(optimizer: torch.optim.Optimizer, built: list[dict]) -> list[dict]:
+    """What the optimizer has changed in its parameter groups since it was built, as some keep counters there.
+
+    Raises ValueError for what is neither number nor text.
+    """
+    changed = []
+    for now, before in zip(group_values(optimizer), built, strict=True):
+        mine = {}
+        for key, value in now.items():
+            value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if key in before and type(before[key]) is type(value) and before[key] == value:
+                continue
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(
+                    f"optim: {type(optimizer).__name__} keeps {key!r} in its parameter groups, which cannot be saved"
+                )
+            mine[key] = value
+        changed.append(mine)
+    return changed
+
+
+def set_group_values(optimizer: torch.optim.Optimizer, values: list[dict]) -> None:
+    """Put back what `changed_group_values` returned. Raises ValueError for another number of groups."""
+    if any(values) and len(values) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the state was saved with values for {len(values)} parameter groups of the optimizer, and there are "
+            f"{len(optimizer.param_groups)}"
+        )
+    for group, mine in zip(optimizer.param_groups, values, strict=False):
+        for key, value in mine.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
 
 
 def count_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:

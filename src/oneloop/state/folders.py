@@ -40,10 +40,11 @@ def step_of(folder: Path) -> int | None:
 
 
 def published(root: Path) -> list[Path]:
-    """All state folders in `root`, the newest first, good or not. Empty where there is no such folder."""
+    """All state folders in `root`, the newest first, good or not; links to such folders count. Empty where there is no
+    such folder."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir() and not path.is_symlink()]
+    found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir()]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -57,7 +58,9 @@ def publish(partial: Path) -> Path:
     replaced = _rename_away(target, REPLACED) if target.exists() else None
     os.rename(partial, target)
     durable.sync_folder(target.parent)
-    if replaced is not None:
+    if replaced is not None and replaced.is_symlink():
+        replaced.unlink()  # what it leads to is somebody else's
+    elif replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
     return target
 
@@ -85,7 +88,7 @@ def rotate(root: Path, limit: int | None, newest: Path) -> list[Path]:
     """
     if limit is None:
         return []
-    older = [path for path in published(root) if step_of(path) < step_of(newest) and _is_ours(path)]
+    older = [p for p in published(root) if step_of(p) < step_of(newest) and _is_ours(p) and not p.is_symlink()]
     removed = older[max(limit - 1, 0) :]
     for path in removed:  # under another name first, so that no moment leaves half of one under its own
         shutil.rmtree(_rename_away(path, REMOVING), ignore_errors=True)
@@ -116,9 +119,9 @@ def set_aside(root: Path) -> Path | None:
 
 def move_aside(root: Path, states: list[Path]) -> Path:
     """The same for some states only: a run that goes back leaves those after it behind. Returns their new folder."""
-    target = _free_name(root)
+    target = _free_name(root.resolve())  # beside the folder itself, so that nothing has to cross to another disk
     target.mkdir(mode=0o700)
-    for path in states:
+    for path in sorted(states, key=step_of):  # the newest last: a run killed here still has it
         os.rename(path, target / path.name)
     return target
 
@@ -135,7 +138,8 @@ _held: dict[Path, IO[str]] = {}
 def lock(root: Path) -> str:
     """Make this process the only one that writes to `root`; '' if it is, else who does.
 
-    Held until the process ends, however it ends. A disk without locks lets everybody in. Raises OSError.
+    Held until `unlock`, or until the process ends, however it ends. A disk without locks lets everybody in. Raises
+    OSError.
     """
     try:
         import fcntl
@@ -153,11 +157,20 @@ def lock(root: Path) -> str:
         return file.read().strip() or "another process"
     except OSError:
         return ""
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with contextlib.suppress(OSError):  # a full disk: whether a state has room is looked at elsewhere
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
     _held[name] = file
     return ""
+
+
+def unlock(root: Path) -> None:
+    """Let another process write to `root`."""
+    file = _held.pop(root.resolve(), None)
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 def free_bytes(folder: Path) -> int | None:

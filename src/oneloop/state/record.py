@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import random
 import re
+import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -48,8 +50,8 @@ def of_run(config: RecipeConfig, topology) -> dict[str, Any]:
             "topology": dataclasses.asdict(topology),
             "optimizer": {"name": config.optim},
             "model": {"model": loaded["model"], "adapter": loaded["adapter"]},
-            "versions": _versions(),
-            "git_commit": _git_commit(Path.cwd()),
+            "versions": _versions() | {"recipe file": _recipe_sha256()},
+            "git_commit": _git_commit(_recipe_path().parent),
         }
     )
 
@@ -67,6 +69,18 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _recipe_path() -> Path:
+    """The file that this process runs."""
+    return Path(getattr(sys.modules.get("__main__"), "__file__", None) or "recipe").resolve()
+
+
+def _recipe_sha256() -> str:
+    try:
+        return hashlib.sha256(_recipe_path().read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "unknown"
 
 
 def _required_packages() -> list[str]:
@@ -153,6 +167,8 @@ def check_settings(state: State, config: RecipeConfig, precision: str) -> list[s
     changes = {}
     for name in sorted((saved.keys() | current.keys()) - judged):
         old, new = saved.get(name, defaults.get(name)), current.get(name)
+        if isinstance(old, list) and isinstance(new, list) and name.startswith("lora_"):  # names, in any order
+            old, new = sorted(old), sorted(new)
         if old != new and not (name not in current and not old):
             changes[name] = f"{name} was {old} and is {new}"
     old = (state.manifest["topology"] or {}).get("precision", precision)
@@ -241,8 +257,8 @@ def check_complete(state: State) -> None:
 
 
 def version_changes(state: State) -> list[str]:
-    """Packages whose version is another one than when the state was saved, as `name old -> new`."""
-    current = _versions()
+    """Packages and the recipe's file where they are others than when the state was saved, as `name old -> new`."""
+    current = _versions() | {"recipe file": _recipe_sha256()}
     return [
         f"{name} {old} -> {current.get(name)}"
         for name, old in (state.manifest["versions"] or {}).items()

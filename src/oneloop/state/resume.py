@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oneloop import sharding, watchdog
+from oneloop import sharding, sources, watchdog
 from oneloop.sharding import ranges as sharding_ranges
 from oneloop.state import folders, record
 from oneloop.state import format as state_format
@@ -35,34 +36,37 @@ def find(accelerator: Accelerator, config: RecipeConfig) -> State | None:
 
     Collective, and to be called before anything is loaded: what is wrong with a state or with settings that differ
     from the saved ones must not be found after an hour. `auto` passes over damaged states to the newest good one,
-    with a warning. Raises ValueError, on every rank, for a named state that is damaged, when all are, or when the
-    settings at hand would not continue its run.
+    with a warning; a path stands for the newest state in `output_dir` that went on from it, where there is one. Raises
+    ValueError, on every rank, for a named state that is damaged, when all are, or when the settings at hand would not
+    continue its run.
     """
     group = Group.new(accelerator.process_index, accelerator.num_processes)
     root = Path(config.output_dir) / folders.FOLDER
-    if config.save_every or root.is_dir():
+    if config.save_every:
         _be_the_only_one(root, group)
-    if config.resume == "none":
-        if group.rank == 0:
-            folders.clean(root)
-            aside = folders.set_aside(root)
-            if aside is not None:
-                print(f"resume: none: the states of an earlier run are kept as {aside}", flush=True)
-        group.first(None)
-        return None
-    named = None if config.resume == "auto" else Path(config.resume).expanduser()
     if group.rank == 0:
         leftovers = folders.clean(root)
         if leftovers:
             print(f"resume: removed {', '.join(leftovers)}, left half written by a run that was killed", flush=True)
+    if config.resume == "none":
+        return None
+    named = None if config.resume == "auto" else Path(config.resume).expanduser()
     candidates = group.first(_candidates(root if named is None else named))
     if named is not None and not candidates:
         raise ValueError(
             f"resume: there is no training state at {named}: name a step-... folder, or a run's output_dir"
         )
+    if named is not None:
+        candidates = group.first(_descendants(root, named) + candidates)
     state = _newest_good(candidates, group)
     if state is None:
+        aside = sorted(root.resolve().parent.glob(f"{root.resolve().name}.*")) if group.rank == 0 else []
+        if aside:
+            print(
+                f"resume: no state in {root}; there are earlier ones in {aside[-1]} (--resume {aside[-1]})", flush=True
+            )
         return None
+    sources.check(config)  # which commits the hub's names stand for
     for change in record.check_settings(state, config, sharding.mixed_precision(accelerator)):
         accelerator.print(f"resume: changed, as allow_changes has it: {change}")
     if group.rank == 0:
@@ -75,10 +79,19 @@ def find(accelerator: Accelerator, config: RecipeConfig) -> State | None:
         )
         changed = record.version_changes(state)
         if changed:
-            print(f"resume: other versions than when it was saved: {', '.join(changed)}", flush=True)
-        _keep_later_states_aside(state, root)
+            print(f"resume: not as when it was saved: {', '.join(changed)}", flush=True)
     group.first(None)
     return state
+
+
+def _descendants(root: Path, named: Path) -> list[Path]:
+    """States in `root` of a run that went on from the named one, before it was interrupted itself."""
+    found = []
+    for path in folders.published(root):
+        with contextlib.suppress(Damaged):
+            if state_format.read_manifest(path).get("continued_from") == str(named.resolve()):
+                found.append(path)
+    return found
 
 
 def _be_the_only_one(root: Path, group: Group) -> None:
@@ -86,12 +99,19 @@ def _be_the_only_one(root: Path, group: Group) -> None:
 
     One that has just been killed may take some seconds to be gone.
     """
-    other = ""
+    other, error = "", ""
     deadline = time.monotonic() + _WAIT_FOR_OTHER_SECONDS
-    while group.rank == 0 and (other := folders.lock(root)) and time.monotonic() < deadline:
-        watchdog.beat()
-        time.sleep(0.5)
-    other = group.first(other)
+    try:
+        while group.rank == 0 and (other := folders.lock(root)) and time.monotonic() < deadline:
+            watchdog.beat()
+            time.sleep(0.5)
+    except OSError as failure:
+        error = (
+            f"save_every: {root} cannot be written: {failure.strerror}. Name another output_dir, or set save_every 0"
+        )
+    other, error = group.first((other, error))
+    if error:
+        raise ValueError(error)
     if other:
         raise ValueError(
             f"output_dir: {root} is being written to by another run ({other}): wait until it has ended, or end it, or "
@@ -141,25 +161,37 @@ def _opened(folder: Path, group: Group) -> tuple[State | None, str]:
     return state, "; ".join(problems)
 
 
-def _keep_later_states_aside(state: State, root: Path) -> None:
-    """Where a run goes back to an earlier state of its own, those after it belong to another history, as all in its
-    folder do where it goes on from another run's: `auto` must not find them."""
-    is_own = state.folder.resolve().parent == root.resolve()
-    others = [path for path in folders.published(root) if not is_own or folders.step_of(path) > state.step]
-    if others:
-        aside = folders.move_aside(root, others)
-        print(f"resume: {len(others)} {'later ' * is_own}state(s) are kept as {aside}", flush=True)
+def keep_others_aside(config: RecipeConfig, state: State | None, group: Group) -> None:
+    """Move what belongs to another history out of the way of `auto`: all older states when a run begins anew or goes on
+    from another run's, later ones when it goes back in its own. Call it when nothing can refuse the run any more.
+
+    Collective. Raises ValueError, on every rank, where the folder cannot be changed.
+    """
+    root = Path(config.output_dir) / folders.FOLDER
+    error = ""
+    if group.rank == 0:
+        is_own = state is not None and state.folder.parent.resolve() == root.resolve()
+        others = [path for path in folders.published(root) if not is_own or folders.step_of(path) > state.step]
+        if others and (state is not None or config.resume == "none"):
+            try:
+                aside = folders.move_aside(root, others)
+                print(f"resume: {len(others)} {'later ' * is_own}state(s) are kept as {aside}", flush=True)
+            except OSError as failure:
+                error = f"output_dir: the states in {root} cannot be moved aside: {failure.strerror}"
+    error = group.first(error)
+    if error:
+        raise ValueError(error)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def load(accelerator: Accelerator, model: torch.nn.Module, optimizer, state: State) -> None:
+def load(accelerator: Accelerator, model: torch.nn.Module, optimizer, state: State, is_same_optimizer: bool) -> None:
     """Put a state's masters, moments and counters into the live objects, whatever saved them. Collective.
 
     Each rank reads the ranges it holds, in pieces of 64 MiB. Raises ValueError where the state does not have just the
-    tensors that are trained here.
+    tensors that are trained here, or lacks what the optimizer needs.
     """
     inner = sharding.torch_optimizer(optimizer)
     places = sharding.placements(accelerator, model, optimizer)
@@ -167,9 +199,11 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer, state: Sta
     _check_tensors(state, accelerator, model, buffers)
     # A parameter that no gradient has reached so far has no state yet.
     untouched = {name for name, about in state.tensors.items() if set(about["kinds"]) == {"param"}}
+    untouched -= {name for name, about in state.tensors.items() if about["scalars"]}
     sharding_ranges.create_state([place for place in places if place.name not in untouched], inner)
     held, _ = sharding_ranges.held(places, inner)
-    same_layout = state.manifest["layout"] == sharding.state_layout(accelerator)
+    held += _not_made_yet(accelerator, state, places, held, inner, is_same_optimizer)
+    same_cuts = _has_same_cuts(accelerator, state, places)
     whole: dict[int, tuple] = {}  # quantised tensors that are cut into other blocks than they were
     for one in held + buffers:
         if one.kind not in state.tensors[one.name]["kinds"]:
@@ -178,7 +212,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer, state: Sta
             )
         if one.packed is None:
             _read_into(one.view, state, one.name, one.kind, one.start)
-        elif same_layout and one.kind in state.manifest["quantized"] and _is_packed(state, one.name, one.kind):
+        elif same_cuts and one.kind in state.manifest["quantized"] and _is_packed(state, one.name, one.kind):
             begin = one.packed.offset // sharding_ranges.BLOCK_SIZE
             codes, scales = state.read_packed(one.name, one.kind, one.start, one.view.numel())
             one.view.copy_(codes)
@@ -192,9 +226,39 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer, state: Sta
         sharding_ranges.requantize(packed, values)
     scalars = {name: about["scalars"] for name, about in state.tensors.items()}
     sharding_ranges.set_scalars(places, inner, scalars)
+    if is_same_optimizer:
+        sharding_ranges.set_group_values(inner, state.manifest["optimizer"].get("groups", []))
     steps = [own["step"] for own in scalars.values() if "step" in own]
     sharding_ranges.count_steps(inner, int(max(steps, default=0)))
     sharding.refresh(accelerator, model, optimizer)
+
+
+def _not_made_yet(accelerator, state: State, places, held, inner, is_same_optimizer: bool) -> list:
+    """Live places for what the state has and the optimizer has not made in its first step."""
+    live = {(one.name, one.kind) for one in held}
+    added, dropped = [], set()
+    for place in places:
+        for kind, about in state.tensors[place.name]["kinds"].items():
+            if kind == "buffer" or (place.name, kind) in live:
+                continue
+            if is_same_optimizer:
+                added.append(sharding_ranges.add_state(place, inner, kind, tuple(about["shape"])))
+            else:
+                dropped.add(kind)
+    if dropped:
+        accelerator.print(f"resume: {type(inner).__name__} has no use for {', '.join(sorted(dropped))}: left behind")
+    return added
+
+
+def _has_same_cuts(accelerator: Accelerator, state: State, places) -> bool:
+    """Whether this rank's tensors are cut just as those of the rank that saved, so that blocks are the same, too."""
+    layout, ranks = sharding.state_layout(accelerator), state.manifest["ranks"]
+    if state.manifest["layout"] != layout:
+        return False
+    if layout == "whole":
+        return True
+    rank = accelerator.process_index
+    return len(ranks) == accelerator.num_processes and ranks[rank].get("cut") == sharding.cut(places)
 
 
 def _is_packed(state: State, name: str, kind: str) -> bool:

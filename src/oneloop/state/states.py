@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from oneloop.state.format import State
     from oneloop.tracking import Tracker
 
+_BYTES_PER_SECOND = 100e6  # of a slow disk
 _ASKED, _FAILED = 0, 1  # what ranks tell each other at each step boundary
 
 
@@ -59,7 +61,11 @@ class States:
         self._error = ""
         self._stop_reason = ""
         self._previous: Path | None = None
-        self._step_seconds, self._last_due, self._save_seconds = 0.0, time.perf_counter(), 0.0
+        self._is_looked_at = False
+        self._step_seconds, self._save_seconds, self._is_measured = 0.0, 0.0, False
+        self._last_due: float | None = None
+        self._continued_from: str | None = None
+        self._groups_as_built = sharding_ranges.group_values(sharding.torch_optimizer(optimizer))
 
     # --- continuing ---------------------------------------------------------------------------------------------------
 
@@ -71,11 +77,15 @@ class States:
         """
         progress = self.loader.progress_from_start(self.config)
         if state is not None:
+            progress.total_steps = self._total_steps(state, progress.total_steps)
+            self._continued_from = _origin(self.config, state)
             for change in record.check_content(
                 state, self.config, self.loader.fingerprint, len(self.loader.rows), progress.total_steps
             ):
                 self.accelerator.print(f"resume: changed, as allow_changes has it: {change}")
-            resume.load(self.accelerator, self.model, self.optimizer, state)
+            saved_optimizer = (state.manifest["optimizer"] or {}).get("name", self.config.optim)
+            is_same = saved_optimizer == self.config.optim
+            resume.load(self.accelerator, self.model, self.optimizer, state, is_same)
             self._restore_the_rest(state, progress)
             state.close()
             if progress.step == progress.total_steps:
@@ -83,8 +93,19 @@ class States:
             self.newest_step = state.step if state.folder.parent.resolve() == self.root.resolve() else -1
         if self.config.save_every:
             self._check_room()
+            resume.keep_others_aside(self.config, state, self._write_group)
             self._requests.listen()
         return progress
+
+    def _total_steps(self, state: State, total_steps: int) -> int:
+        """The length of the run; with another batch size than before, what is left of its epochs in such batches."""
+        saved, now = state.manifest["config"].get("global_batch_size"), self.config.global_batch_size
+        if self.config.max_steps != -1 or saved is None or saved == now:
+            return total_steps
+        rows, at = len(self.loader.rows), state.manifest["progress"]
+        epochs = self.config.num_train_epochs - at["epoch"]  # of which `position` rows are done
+        this_epoch = max(0, math.ceil((min(epochs, 1.0) * rows - at["position"]) / now))
+        return at["step"] + this_epoch + math.ceil(max(epochs - 1.0, 0.0) * math.ceil(rows / now))
 
     def _restore_the_rest(self, state: State, progress: Progress) -> None:
         manifest, rank = state.manifest, self.accelerator.process_index
@@ -95,6 +116,9 @@ class States:
                 f"{progress.total_steps}: raise max_steps or num_train_epochs"
             )
         progress.step, progress.epoch, progress.position = saved["step"], saved["epoch"], saved["position"]
+        if progress.position >= len(self.loader.rows):
+            self.accelerator.print("resume: the state is further in its epoch than there are rows: the next one begins")
+            progress.epoch, progress.position = progress.epoch + 1, 0
         if manifest["meter"] is not None:
             self.window.restore(manifest["meter"], [one["meter"] for one in manifest["ranks"]])
         if manifest["skipped"] is not None:
@@ -107,6 +131,7 @@ class States:
 
     def _check_room(self) -> None:
         share = self._share()
+        self._is_looked_at = False
         needed = sum(self._write_group.gather(share.num_bytes()))
         # Moments are made by the first step, and are at most as large again, each of the two.
         has_moments = any(len(about["kinds"]) > 1 for about in share.tensors.values())
@@ -116,6 +141,7 @@ class States:
                 writer.check_room(self.root, needed if has_moments else 3 * needed)
             except OSError as failure:
                 error = f"save_every: {failure.strerror} at {failure.filename}: make room, or set save_every 0"
+        self._save_seconds = needed * (1 if has_moments else 3) / _BYTES_PER_SECOND  # until one was measured
         error = self._write_group.first(error)
         if error and self.config.on_save_error == "stop":
             raise ValueError(error)
@@ -132,9 +158,15 @@ class States:
         unless `on_save_error` is continue.
         """
         now = time.perf_counter()
-        self._step_seconds, self._last_due = max(now - self._last_due, self._step_seconds), now
+        if self._last_due is not None:  # what comes before the first step is done once
+            self._step_seconds = max(now - self._last_due, self._step_seconds)
+        self._last_due = now
         if not self.config.save_every:
             return False
+        if not self._is_looked_at:  # what cannot be saved must show at the first step, not at the first state
+            self._share()
+            sharding_ranges.changed_group_values(sharding.torch_optimizer(self.optimizer), self._groups_as_built)
+            self._is_looked_at = True
         done = self._background.is_done
         if done and not self._error:
             self._take_outcome()
@@ -164,18 +196,23 @@ class States:
             else:
                 self._error = writer.write(job, self._write_group, watchdog.beat)
                 stalled = self._save_seconds = time.perf_counter() - began
+                self._is_measured = True
             self._previous, self.newest_step = self.root / folders.name_of(progress.step), progress.step
             self._say(progress, job, stalled)
-            self._last_due += time.perf_counter() - began  # no part of a step
-        if self._stop_reason or progress.step == progress.total_steps:
+            if self._last_due is not None:
+                self._last_due += time.perf_counter() - began  # no part of a step
+        if progress.step == progress.total_steps:
+            self._requests.close()  # nothing is left to be stopped
+        elif self._stop_reason:
             self._wait()
-        if self._stop_reason and progress.step < progress.total_steps:
             self._stop(progress)
 
     def finish(self) -> None:
-        """Wait for the last state to be on the disk, and give the signals back. Call it after the loop."""
-        self._wait()
+        """Wait for the last state to be on the disk, and let go of signals and folder. Call it after the export, which
+        must not fail for want of a state. Raises ValueError as `due` does."""
         self._requests.close()
+        self._wait()
+        folders.unlock(self.root)
 
     def _share(self) -> writer.Share:
         inner = sharding.torch_optimizer(self.optimizer)
@@ -185,6 +222,8 @@ class States:
 
     def _job(self, progress: Progress) -> writer.Job:
         share = self._share()
+        inner = sharding.torch_optimizer(self.optimizer)
+        groups = sharding_ranges.changed_group_values(inner, self._groups_as_built)
         manifest: dict[str, Any] = {
             "progress": {
                 "step": progress.step,
@@ -195,6 +234,8 @@ class States:
             "layout": sharding.state_layout(self.accelerator),
             "world_size": self.accelerator.num_processes,
             **self._of_run,
+            "optimizer": {"name": self.config.optim, "groups": groups},
+            "continued_from": self._continued_from,
             "meter": self.window.totals(),
             "skipped": self.skips.state(),
             "loss_scaler": sharding.loss_scaler(self.accelerator, self.model),
@@ -202,7 +243,12 @@ class States:
             "tracker": {"name": self.tracker.report_to, "run_id": self.tracker.run_id} if self.tracker else {},
             "created": record.now(),
         }
-        entry = {"random": record.random_states(self.accelerator.device), "meter": self.window.state()}
+        places = sharding.placements(self.accelerator, self.model, self.optimizer)
+        entry = {
+            "random": record.random_states(self.accelerator.device),
+            "meter": self.window.state(),
+            "cut": sharding.cut(places),
+        }
         return writer.Job(self.root, progress.step, self.limit, self._previous, share, share.views, entry, manifest)
 
     def _wait(self) -> None:
@@ -212,10 +258,12 @@ class States:
             self._fail()
 
     def _take_outcome(self) -> None:
-        is_first = self._background.is_done and not self._save_seconds
+        is_first = self._background.is_busy and not self._is_measured
         outcome = self._background.wait(watchdog.beat)
         self._error = self._error or outcome
-        self._save_seconds = max(self._save_seconds, self._background.seconds)
+        if self._background.seconds:
+            most = self._save_seconds if self._is_measured else 0.0
+            self._save_seconds, self._is_measured = max(most, self._background.seconds), True
         if is_first and not self._error and self.accelerator.is_main_process:
             seconds = self._step_seconds + self._save_seconds
             tqdm.write(
@@ -230,12 +278,11 @@ class States:
         message = (
             f"a training state could not be saved: {error}. "
             + (f"{self.root / intact} is the newest one and untouched. " if intact else "There is none yet. ")
-            + "Make room or name another output_dir"
+            + "Make room"
         )
         if self.config.on_save_error == "stop":
-            raise ValueError(
-                f"{message}; the same command then continues. on_save_error: continue would go on without."
-            )
+            then = "the same command then continues" if intact else "the same command then begins anew"
+            raise ValueError(f"{message}; {then}. on_save_error: continue would have gone on without.")
         if self.accelerator.is_main_process:
             warnings.warn(f"{message}; training goes on", RuntimeWarning, stacklevel=4)
 
@@ -251,10 +298,19 @@ class States:
 
     def _stop(self, progress: Progress) -> None:
         saved = self.root / folders.name_of(progress.step)
-        kept = f"saved {saved}" if saved.is_dir() else "its state could not be saved"
+        what = f"stopped after step {progress.step} of {progress.total_steps} ({self._stop_reason})"
         self._requests.ignore()
-        self.accelerator.wait_for_everyone()
-        raise stopping.Stopped(
-            f"stopped after step {progress.step} of {progress.total_steps} ({self._stop_reason}); {kept}. The same "
-            f"command continues. Exit code {stopping.EXIT_CODE}."
-        )
+        is_saved = self._write_group.first(saved.is_dir())  # another node's view of the disk may be older
+        if not is_saved:
+            newest = next((path.name for path in folders.published(self.root)), None)
+            then = f"continues from {newest}" if newest else "begins anew"
+            raise ValueError(f"{what}, whose state could not be saved; the same command {then}.")
+        raise stopping.Stopped(f"{what}; saved {saved}. The same command continues. Exit code {stopping.EXIT_CODE}.")
+
+
+def _origin(config: RecipeConfig, state: State) -> str | None:
+    """The state or run that `--resume PATH` named, for the states that follow from it: the same command, repeated,
+    goes on from those."""
+    if config.resume == "auto":
+        return state.manifest.get("continued_from")
+    return str(Path(config.resume).expanduser().resolve())

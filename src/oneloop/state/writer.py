@@ -275,6 +275,7 @@ def _publish(job: Job, partial: Path, everyone: list) -> None:
         "ranks": [entry for *_, entry in everyone],
     }
     state_format.write_manifest(partial, manifest)
+    state_format.open_state(partial).close()  # else older ones would make room for what nobody can open
     published = folders.publish(partial)
     try:
         folders.rotate(job.root, job.limit, published)
@@ -313,6 +314,11 @@ class Background:
 
     def _count(self) -> None:
         self._blocks += 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a writing was begun whose outcome has not been taken."""
+        return self._thread is not None
 
     @property
     def is_done(self) -> bool:
