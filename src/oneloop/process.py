@@ -15,6 +15,7 @@ from typing import Any
 from oneloop import config as config_module
 from oneloop import peers, redaction, stopping, watchdog
 
+_LINGER_SECONDS = 10  # for a training state that is being written
 _CLOSING_SECONDS = 30  # for the tracker to take leave, after the run has failed
 
 _DISTRIBUTED_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -82,6 +83,10 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
         watchdog.stop()
         _close_process_group()
         return
+    if failed and "oneloop.state.writer" in sys.modules:
+        from oneloop.state import writer
+
+        writer.linger(_LINGER_SECONDS)
     # A tracker that cannot reach its server must not keep the other ranks waiting.
     timer = threading.Timer(_CLOSING_SECONDS, os._exit, (code,))
     timer.daemon = True

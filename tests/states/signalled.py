@@ -4,7 +4,7 @@
 
 PLACE is where: `loss` (call CALL of the loss in training), `evaluation` (the same without gradients), `save` (block
 CALL of a file being written). SIGNALS are sent one after the other, `+` apart, each NAME@WHOM with WHOM `self` or
-`launcher`; a number is a pause in seconds.
+`launcher`; a number is a pause in seconds, and `raise` an error, at which the other ranks are asleep for a minute.
 """
 
 import os
@@ -25,6 +25,9 @@ from tests.equivalence.scenario import load_recipe  # noqa: E402
 
 def send(signals: str) -> None:
     for item in signals.split("+"):
+        if item == "raise":
+            print(f"sending an error at {time.time()}", flush=True)
+            raise OSError("the disk with the rows is gone")
         name, _, whom = item.partition("@")
         if not whom:
             time.sleep(float(name))
@@ -43,6 +46,10 @@ def main() -> None:
         calls[0] += 1
         if calls[0] == int(number) and os.environ.get("RANK", "0") == rank:
             send(signals)
+        elif calls[0] == int(number) and signals == "raise":
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                time.sleep(0.1)
 
     healthy, write = recipe.compute_loss_sum, state_format.write_tensors
 

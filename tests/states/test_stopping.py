@@ -105,6 +105,19 @@ def test_second_signal_stops_at_once(tmp_path):
     assert state_format.differences(state_format.open_state(newest)) == []
 
 
+def test_no_rank_saves_when_another_has_failed(tmp_path):
+    """The launcher ends the others with the very signal that otherwise means to save and stop."""
+    CASES["failed"] = ("cpu", 2, "loss:10", "raise", 1, {}, None)
+    try:
+        result, _ = launch(tmp_path, "failed", check=False)
+    finally:
+        del CASES["failed"]
+    failed = float(re.search(r"sending an error at ([\d.]+)", result.stdout).group(1))
+    assert result.returncode != 0 and "rank 1 failed" in result.stdout
+    assert time.time() - failed < 20, "the others were waited for"
+    assert [folders.step_of(path) for path in folders.published(tmp_path / "run" / "states")] == [4]
+
+
 def test_without_states_a_signal_ends_a_run_as_ever(tmp_path):
     CASES["never"] = ("cpu", 1, "loss:9", "SIGTERM@self", 0, {"save_every": 0}, None)
     try:

@@ -288,6 +288,16 @@ def _remove(partial: Path, group: Group) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+_newest: Background | None = None
+
+
+def linger(seconds: float) -> None:
+    """Let this process's writing, if any, come to its end before the process does, which has failed otherwise: what was
+    asked for before is a good state."""
+    if _newest is not None and _newest._thread is not None:
+        _newest._thread.join(seconds)
+
+
 class Background:
     """At most one writing at a time, in a thread; its outcome is asked for at step boundaries."""
 
@@ -309,6 +319,8 @@ class Background:
                 self._outcome = f"{type(error).__name__}: {error}"
             self.seconds = time.perf_counter() - began
 
+        global _newest
+        _newest = self
         self._thread = threading.Thread(target=work, name="training state", daemon=True)
         self._thread.start()
 
