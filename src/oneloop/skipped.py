@@ -69,7 +69,7 @@ class SkippedSteps:
             for rows, loss in zip(loader.last_micro_batches, window.newest_losses(), strict=True)
         ]
         for micro_batch, seed in zip(mine, loader.last_seeds, strict=True):
-            micro_batch["seed"] = seed  # what torch.manual_seed was given before it
+            micro_batch["seed"] = seed  # of torch's generators before it
         everyone = gather_object([mine])
         if self.accelerator.is_main_process:
             line = {

@@ -175,7 +175,11 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for seed, batch in self._seeded:
-            torch.manual_seed(seed)
+            # Of the CPU and of the device of the batch alone: torch.manual_seed goes through all kinds of devices.
+            torch.default_generator.manual_seed(seed)
+            device = next(iter(batch.values())).device
+            if device.type != "cpu":
+                torch.get_device_module(device).manual_seed(seed)
             yield batch
 
 

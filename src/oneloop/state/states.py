@@ -189,16 +189,17 @@ class States:
             self._wait()  # a second state waits for the first
             began = time.perf_counter()
             job = self._job(progress)
-            if self.config.async_save:
-                job.data = self._host.take(job.share.views)
+            copies = self._host.take(job.share.views) if self.config.async_save else None
+            if copies is not None:
+                job.data = copies
                 self._background.start(job, self._write_group)
                 stalled = time.perf_counter() - began
-            else:
+            else:  # the same steps with the other ranks, which may do theirs in the background
                 self._error = writer.write(job, self._write_group, watchdog.beat)
                 stalled = self._save_seconds = time.perf_counter() - began
                 self._is_measured = True
             self._previous, self.newest_step = self.root / folders.name_of(progress.step), progress.step
-            self._say(progress, job, stalled)
+            self._say(progress, job, stalled, in_background=copies is not None)
             if self._last_due is not None:
                 self._last_due += time.perf_counter() - began  # no part of a step
         if progress.step == progress.total_steps:
@@ -286,11 +287,13 @@ class States:
         if self.accelerator.is_main_process:
             warnings.warn(f"{message}; training goes on", RuntimeWarning, stacklevel=4)
 
-    def _say(self, progress: Progress, job: writer.Job, stalled: float) -> None:
+    def _say(self, progress: Progress, job: writer.Job, stalled: float, in_background: bool) -> None:
         if not self.accelerator.is_main_process or self._error:
             return
         size = job.share.num_bytes() / 2**20
-        how = "in the background" if self.config.async_save else "written"
+        how = "in the background" if in_background else "written"
+        if self.config.async_save and not in_background:
+            how = "written at once, as there is no host memory to copy it to"
         tqdm.write(
             f"state: {self.root / folders.name_of(progress.step)} ({size:,.1f} MiB a rank, {how}; training stood still "
             f"for {stalled:.2f} s)"

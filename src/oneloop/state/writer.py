@@ -141,8 +141,20 @@ class HostCopy:
     def __init__(self):
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy the live numbers; what is returned holds until the next call."""
+    def take(self, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Copy the live numbers; what is returned holds until the next call. None where there is no memory for it."""
+        import psutil
+
+        missing = sum(v.numel() * v.element_size() for key, v in views.items() if key not in self.tensors)
+        try:
+            if missing > psutil.virtual_memory().available:
+                raise MemoryError
+            return self._copies(views)
+        except (MemoryError, RuntimeError):  # torch's own, of its allocator for the CPU
+            self.tensors = {}
+            return None
+
+    def _copies(self, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         on_device = next((view.device for view in views.values() if view.device.type != "cpu"), None)
         self.tensors = {key: self.tensors[key] for key in views if key in self.tensors}
         for key, view in views.items():
