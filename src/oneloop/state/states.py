@@ -189,7 +189,12 @@ class States:
             self._wait()  # a second state waits for the first
             began = time.perf_counter()
             job = self._job(progress)
-            copies = self._host.take(job.share.views) if self.config.async_save else None
+            # Where no training is left to go on beside it, a copy is of no use, and its memory is for the export.
+            is_last = bool(self._stop_reason) or progress.step == progress.total_steps
+            in_background = self.config.async_save and not is_last
+            if is_last:
+                self._host.release()
+            copies = self._host.take(job.share.views) if in_background else None
             if copies is not None:
                 job.data = copies
                 self._background.start(job, self._write_group)
@@ -199,7 +204,10 @@ class States:
                 stalled = self._save_seconds = time.perf_counter() - began
                 self._is_measured = True
             self._previous, self.newest_step = self.root / folders.name_of(progress.step), progress.step
-            self._say(progress, job, stalled, in_background=copies is not None)
+            how = "in the background" if copies is not None else "written"
+            if in_background and copies is None:
+                how = "written at once, as there is no host memory to copy it to"
+            self._say(progress, job, stalled, how)
             if self._last_due is not None:
                 self._last_due += time.perf_counter() - began  # no part of a step
         if progress.step == progress.total_steps:
@@ -287,13 +295,10 @@ class States:
         if self.accelerator.is_main_process:
             warnings.warn(f"{message}; training goes on", RuntimeWarning, stacklevel=4)
 
-    def _say(self, progress: Progress, job: writer.Job, stalled: float, in_background: bool) -> None:
+    def _say(self, progress: Progress, job: writer.Job, stalled: float, how: str) -> None:
         if not self.accelerator.is_main_process or self._error:
             return
         size = job.share.num_bytes() / 2**20
-        how = "in the background" if in_background else "written"
-        if self.config.async_save and not in_background:
-            how = "written at once, as there is no host memory to copy it to"
         tqdm.write(
             f"state: {self.root / folders.name_of(progress.step)} ({size:,.1f} MiB a rank, {how}; training stood still "
             f"for {stalled:.2f} s)"

@@ -151,8 +151,12 @@ class HostCopy:
                 raise MemoryError
             return self._copies(views)
         except (MemoryError, RuntimeError):  # torch's own, of its allocator for the CPU
-            self.tensors = {}
+            self.release()
             return None
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.tensors = {}
 
     def _copies(self, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         on_device = next((view.device for view in views.values() if view.device.type != "cpu"), None)
