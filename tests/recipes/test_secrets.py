@@ -134,7 +134,7 @@ def test_run_that_succeeds(tmp_path, home):
     (home / ".cache" / "huggingface" / "token").unlink()
     (home / ".netrc").unlink()
     records = {"metrics.jsonl", "recipe.yaml", "sources.json", "topology.json", "loss.png"}
-    assert {path.name for path in out.iterdir()} == records | {"model", "wandb"}
+    assert {path.name for path in out.iterdir()} == records | {"model", "states", "wandb"}
     assert len(list(out.rglob("*.wandb"))) == 1 and len(list((out / "model").glob("*.safetensors"))) == 1
     assert leaks_in_files(out, *(folder for folder in (home,) if any(p.is_file() for p in folder.rglob("*")))) == []
     # And yet the run had read both files, and says so once.

@@ -135,7 +135,7 @@ def test_states_on_another_disk(tmp_path):
 
 
 def test_a_folder_that_cannot_be_locked_is_said_so(tmp_path, monkeypatch):
-    def refuse(_):
+    def refuse(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(folders, "lock", refuse)

@@ -250,7 +250,7 @@ def test_none_begins_anew(finished, tmp_path):  # C37
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "lock", lambda root: "process 7 on elsewhere")
+    monkeypatch.setattr(folders, "lock", lambda *_: "process 7 on elsewhere")
     monkeypatch.setattr(resume, "_WAIT_FOR_OTHER_SECONDS", 0.0)
     with pytest.raises(ValueError, match=r"states is being written to by another run \(process 7 on elsewhere\)"):
         runs.train(tmp_path, ROWS, **BASE)

@@ -135,21 +135,21 @@ _LOCK = ".lock"
 _held: dict[Path, IO[str]] = {}
 
 
-def lock(root: Path) -> str:
+def lock(root: Path, mode: int = 0o700) -> str:
     """Make this process the only one that writes to `root`; '' if it is, else who does.
 
-    Held until `unlock`, or until the process ends, however it ends. A disk without locks lets everybody in. Raises
-    OSError.
+    mode: that of the folder, where it is made. Held until `unlock`, or until the process ends, however it ends. A disk
+    without locks lets everybody in. Raises OSError.
     """
     try:
         import fcntl
     except ImportError:  # not on this system
         return ""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    root.mkdir(mode=mode, parents=True, exist_ok=True)
     name = root.resolve()
     if name in _held and name.joinpath(_LOCK).exists():
         return ""
-    file = open(root / _LOCK, "a+", encoding="utf-8")
+    file = os.fdopen(os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, mode & 0o666), "r+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -158,7 +158,8 @@ def lock(root: Path) -> str:
     except OSError:
         return ""
     with contextlib.suppress(OSError):  # a full disk: whether a state has room is looked at elsewhere
-        file.truncate(0)
+        file.seek(0)
+        file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
     _held[name] = file

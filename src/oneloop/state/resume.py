@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oneloop import sharding, sources, watchdog
+from oneloop import sharding, sources, tracking, watchdog
 from oneloop.sharding import ranges as sharding_ranges
 from oneloop.state import folders, record
 from oneloop.state import format as state_format
@@ -99,10 +99,10 @@ def _be_the_only_one(root: Path, group: Group) -> None:
 
     One that has just been killed may take some seconds to be gone.
     """
-    other, error = "", ""
+    other, error, mode = "", "", 0o777 & ~tracking.file_mask()
     deadline = time.monotonic() + _WAIT_FOR_OTHER_SECONDS
     try:
-        while group.rank == 0 and (other := folders.lock(root)) and time.monotonic() < deadline:
+        while group.rank == 0 and (other := folders.lock(root, mode)) and time.monotonic() < deadline:
             watchdog.beat()
             time.sleep(0.5)
     except OSError as failure:
