@@ -1,6 +1,7 @@
 """What a rank needs beside the training to save and to continue: its own share and a buffer, never a whole model."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -55,5 +56,8 @@ def test_twenty_saves_leave_nothing_behind(tmp_path):  # R15
     for rank in range(2):
         after = seen[rank]["after"]
         assert len(after) == 22
-        # The first few fill what the allocator keeps for each of its threads.
-        assert after[-1] - after[6] < 8 * MIB, [round(value / MIB) for value in after]
+        # The allocator gives back and keeps some 30 MiB from one save to the next, and the first few fill what it
+        # keeps for each of its threads. One copy of the share, left behind once, is 128 MiB.
+        early, late = statistics.median(after[5:12]), statistics.median(after[14:21])
+        assert late - early < 32 * MIB, " ".join(f"{value / MIB:.0f}" for value in after)
+        print(f"rank {rank}:", " ".join(f"{value / MIB:.0f}" for value in after))
