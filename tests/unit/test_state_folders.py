@@ -92,7 +92,7 @@ def test_twelve_saves_keep_the_last_three(tmp_path):
     root.mkdir()
     add_unrelated(root)
     unrelated = listing(root)
-    assert steps(root) == [4, 3] and len(list(root.iterdir())) == UNRELATED
+    assert steps(root) == [10, 4, 3] and len(list(root.iterdir())) == UNRELATED
     for number in range(1, 13):
         save(root, 90 + number, limit=3)
         assert [step for step in steps(root) if step > 50] == list(range(90 + number, 90 + max(0, number - 3), -1))
