@@ -59,7 +59,7 @@ def target_of(config) -> Target:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # of an adapter that is continued
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)  # of transformers 5.24
-            model = models._with_adapter(config, model, base)
+            model = models.with_adapter(config, model, base)
     shapes, aliases, names = {}, {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)

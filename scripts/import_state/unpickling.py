@@ -173,7 +173,7 @@ def load_index(path: Path) -> Record:
         raise Foreign(f"{path} cannot be read: {error.strerror}") from error
     except pickle.UnpicklingError as error:
         raise Foreign(f"{path} is no index of a checkpoint, and could run code when it is read: {error}.") from error
-    except Exception as error:
+    except Exception as error:  # a cut or flipped index fails in as many ways as pickle has opcodes
         raise Foreign(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(index, Record) or index.kind != "Metadata":
         raise Foreign(f"{path} is no index of a torch.distributed.checkpoint folder.")

@@ -72,7 +72,7 @@ def merge(config, base, folder: Path, rounded: bool, dtype=None):
 
     found = sources.find_model(base, config.trust_remote_code)
     _refuse_quantised_storage(found)
-    dtype = dtype or models._stored_dtype(base, config.trust_remote_code)
+    dtype = dtype or models.stored_dtype(base, config.trust_remote_code)
     tokenizer = models.from_source(AutoTokenizer, sources.find_tokenizer(base, config.trust_remote_code), config)
     module = plain.skeleton(config, base)
     models.align_for_generation(module, tokenizer)

@@ -84,7 +84,7 @@ def load_model(
     if config.quantization:
         quantization.make_trainable_around(model)
     if trains_adapter:
-        model = _with_adapter(config, model, base)
+        model = with_adapter(config, model, base)
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(
@@ -112,11 +112,11 @@ def _compile_layers(model: torch.nn.Module) -> None:
 
 def start_dtype(config: RecipeConfig) -> torch.dtype:
     """The dtype that the checkpoint itself is stored in, which `export_dtype: auto` writes again."""
-    return _stored_dtype(base_model_of(config), config.trust_remote_code)
+    return stored_dtype(base_model_of(config), config.trust_remote_code)
 
 
 @functools.cache
-def _stored_dtype(base: BaseModel, trust_remote_code: bool) -> torch.dtype:
+def stored_dtype(base: BaseModel, trust_remote_code: bool) -> torch.dtype:
     from transformers import AutoConfig
 
     source = sources.find_model(base, trust_remote_code)
@@ -162,7 +162,7 @@ def _load(load: Callable, source: Found, **kwargs):
         ) from error
 
 
-def _with_adapter(config: RecipeConfig, model, base: BaseModel):
+def with_adapter(config: RecipeConfig, model, base: BaseModel):
     from peft import LoraConfig, get_peft_model
 
     # peft draws the adapter from the global generator; every strategy must start from the same values, however

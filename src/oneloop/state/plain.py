@@ -354,7 +354,7 @@ def write_state(state: State, config, folder: Path) -> tuple[str, torch.dtype, l
     if is_adapter:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # of an adapter that is continued
-            module = models._with_adapter(config, module, base)
+            module = models.with_adapter(config, module, base)
         module.peft_config["default"].revision = state.manifest["config"].get("model_revision")
         pieces = _adapter_pieces(module, dtype, values)
     else:
