@@ -145,10 +145,10 @@ def recipe(
         "max_steps": num_steps,
         "report_to": "none",
     }
-    sft.load_rows = lambda *args, **kwargs: rows
     environment = {} if mixed_precision is None else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
     with (
         mock.patch.dict(os.environ, environment),
+        mock.patch.object(sft, "load_rows", lambda *args, **kwargs: rows),
         mock.patch.object(models, "from_source", weights),
         mock.patch.object(loaders.TrainLoader, "advance", counted),
         # It remembers the newest run's records, and with them the model, which the next attempt has no room beside.
