@@ -108,12 +108,14 @@ def refresh(accelerator: Accelerator, model: torch.nn.Module, optimizer) -> None
 
 def _of_flat_partitions(trained: list[tuple[str, torch.nn.Parameter]], zero) -> list[Placement]:
     """ZeRO-1 and 2: the parameters of a group lie one after the other, cut into equal partitions wherever that falls
-    (deepspeed 0.19.8, utils/mixed_precision_linkage.py)."""
-    found = []
+    (deepspeed 0.19.8, utils/mixed_precision_linkage.py). ZeRO-1 in bf16 has an optimizer of its own there
+    (bf16_optimizer.py, chosen by engine.py, `_configure_bf16_optimizer`), which names the partitions otherwise."""
+    found, own = [], hasattr(zero, "fp32_groups_flat_partition")
+    partitions = zero.fp32_groups_flat_partition if own else zero.single_partition_of_fp32_groups
     for name, parameter in trained:
         fragment = parameter._hp_mapping
         if fragment is not None:
-            flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
+            flat = partitions[fragment.param_group_index]
             address, length = fragment.lp_fragment_address, fragment.lp_fragment_address.numel
             offset = fragment.hp_fragment_address.start
             found.append(Placement(name, tuple(parameter.shape), flat, offset, address.start, length))
