@@ -6,7 +6,7 @@ Objective: with y the supervised tokens of an optimizer step's rows (over all mi
 Launch, X being where and how (ddp, zero3, fsdp2, ...) and Y what:
     accelerate launch --config_file accelerate_configs/X.yaml recipes/sft.py --config recipes/configs/sft/Y.yaml
 
-Columns: `messages`; `prompt` and `completion`; `instruction`, `input`, `output`; or ShareGPT `conversations`.
+Columns: `messages`; `prompt` and `completion`; `instruction`, `input`, `output`; ShareGPT `conversations`; or `text`.
 To change the recipe, copy this file: everything it does is in `main`.
 """
 
@@ -51,33 +51,22 @@ def count_items(batch):
 
 def compute_loss_sum(model, batch):
     """Sum of the losses of a micro-batch's items, and sums of further metrics; labels (B, T) int64."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "target_positions")}
+    inputs = {name: value for name, value in batch.items() if name != "lengths"}
     output = model(**inputs)  # logits are never held: see loss_head
     return output["loss_sum"], {"token_accuracy": output["num_correct"]}
 
 
-def load_rows(config, accelerator, tokenizer, source, split, for_evaluation=False):
-    """Read, check and tokenise a data set; rows for evaluation keep what generation needs."""
-
-    def encode(example):
-        rules = {
-            "max_length": config.max_length,
-            "truncation": config.truncation,
-            "assistant_only_loss": config.assistant_only_loss,
-            "split_special_tokens": config.split_special_tokens,
-        }
-        if "messages" in example:
-            row = data.chat.encode_messages(tokenizer, example["messages"], tools=example.get("tools"), **rules)
-        else:
-            row = data.chat.encode_text(tokenizer, example["prompt"], example["completion"], **rules)
-        if for_evaluation and config.eval_generations:
-            row |= data.prompts.prompt_and_reply(tokenizer, example)
-        return data.loaders.compact(row)
-
-    field = "eval_dataset_name" if for_evaluation else "dataset_name"
-    rows, report = data.rows.collect(source, split, encode, config.on_bad_row, field=field)
-    accelerator.print(f"data: {source}: {report}")
-    return rows
+def encode(config, tokenizer, examples, for_evaluation):
+    """Token ids and labels of rows in a known form: for each a list of rows, or why it has none."""
+    rows = data.encode.encode_batch(
+        tokenizer,
+        examples,
+        assistant_only_loss=config.assistant_only_loss,
+        split_special_tokens=config.split_special_tokens,
+        max_length=config.max_length,
+        truncation=config.truncation,
+    )
+    return data.prompts.add(tokenizer, examples, rows) if for_evaluation else rows
 
 
 def main(config: SFTConfig):
@@ -85,21 +74,21 @@ def main(config: SFTConfig):
     export.check_output_dir(accelerator, config)
     resumed = state.find(accelerator, config)  # the training state to continue from, verified; None to begin anew
     tokenizer = models.load_tokenizer(config)
-    train_rows = load_rows(config, accelerator, tokenizer, config.dataset_name, config.dataset_train_split)
-    eval_rows = []
-    if config.eval_dataset_name:
-        eval_rows = load_rows(config, accelerator, tokenizer, config.eval_dataset_name, config.dataset_test_split, True)
+    train_rows, eval_rows = data.prepare.load(config, accelerator, tokenizer, encode)
+    if config.show_examples:
+        return data.show.examples(config, accelerator, tokenizer, train_rows)
     model = models.load_model(config, accelerator, tokenizer)
-    models.check_rows_fit(model, train_rows + eval_rows, tokenizer)
+    models.check_rows_fit(model, config, [train_rows, eval_rows], tokenizer)
     optimizer = optim.build(config, model, accelerator)
     model, optimizer, topology = launch.prepare(accelerator, config, model, optimizer)
     loader = data.loaders.TrainLoader(train_rows, accelerator, config, tokenizer.pad_token_id)
     eval_loader = data.loaders.EvalLoader(eval_rows, accelerator, config, tokenizer.pad_token_id)
-    window = meter.Meter(accelerator, model)
+    window = meter.Meter(accelerator, model, loader)
     skips = skipped.SkippedSteps(accelerator, config)
     states = state.States(accelerator, config, model, optimizer, loader, window, skips, topology)
     progress = states.begin(resumed)
     states.tracker = tracker = tracking.start(accelerator, config, topology, resumed)
+    data.prepare.keep_rejected(accelerator, config, [train_rows, eval_rows])
 
     def run_evaluation():
         with window.paused():
@@ -108,7 +97,7 @@ def main(config: SFTConfig):
                 metrics |= evaluate.exact_match(accelerator, model, tokenizer, eval_rows[: config.eval_generations], 16)
             tracker.log(metrics, progress.step)
 
-    if eval_rows and not resumed:
+    if len(eval_rows) and not resumed:
         run_evaluation()
     # --- training loop: the same text in every recipe (a test compares them); copy the file to change it ---
     for micro_batches in loader.steps(progress):  # all micro-batches of one optimizer step
@@ -126,8 +115,8 @@ def main(config: SFTConfig):
         skips.record(grad_norm, window, loader, progress)
         loader.advance(progress)
         if progress.due(config.logging_steps):
-            tracker.log(window.read(lr) | skips.metrics(), progress.step)
-        if eval_rows and progress.due(config.eval_steps):
+            tracker.log(window.read(lr) | skips.metrics() | loader.metrics(), progress.step)
+        if len(eval_rows) and progress.due(config.eval_steps):
             run_evaluation()
         if states.due(progress):  # every save_every steps, at the end, and when a signal or max_hours asks to stop
             states.save(progress)

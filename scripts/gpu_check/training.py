@@ -111,7 +111,7 @@ def recipe(
     from transformers import AutoModelForCausalLM
 
     from oneloop import models, tracking
-    from oneloop.data import loaders
+    from oneloop.data import loaders, prepare, rowsets
 
     model_folder = folder / "model"
     llama_config(shape).save_pretrained(model_folder)
@@ -148,7 +148,9 @@ def recipe(
     environment = {} if mixed_precision is None else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
     with (
         mock.patch.dict(os.environ, environment),
-        mock.patch.object(sft, "load_rows", lambda *args, **kwargs: rows),
+        mock.patch.object(
+            prepare, "load", lambda *args: (rowsets.RowSet([rowsets.InMemory(rows)]), rowsets.RowSet([]))
+        ),
         mock.patch.object(models, "from_source", weights),
         mock.patch.object(loaders.TrainLoader, "advance", counted),
         # It remembers the newest run's records, and with them the model, which the next attempt has no room beside.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import types
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,12 +88,12 @@ def recipe_config(path: Path, output_dir: Path, overrides: list[str]):
 
 
 def num_rows(module, config) -> int:
-    """Rows that the recipe would train on, read as it reads them. Raises ValueError."""
+    """Rows of an epoch of the recipe, prepared as it does that. Raises ValueError."""
     from oneloop import models
+    from oneloop.data import prepare
 
-    tokenizer = models.load_tokenizer(config)
-    alone = types.SimpleNamespace(print=lambda *words: print(*words, flush=True))
-    return len(module.load_rows(config, alone, tokenizer, config.dataset_name, config.dataset_train_split))
+    train_rows, _ = prepare.load(config, None, models.load_tokenizer(config), module.encode)
+    return len(train_rows.order)
 
 
 def progress(config, rows: int, step: int) -> dict[str, int]:

@@ -30,6 +30,8 @@ def rows_of(tokenizer, eval_file: str | None, max_tokens: int) -> list[dict]:
 
     def encode(example: dict) -> dict:
         rules = {"max_length": max_tokens, "truncation": "truncate"}
+        if "text" in example:
+            return of_text(example["text"])
         if "messages" in example:
             return data.chat.encode_messages(tokenizer, example["messages"], tools=example.get("tools"), **rules)
         return data.chat.encode_text(tokenizer, example["prompt"], example["completion"], **rules)

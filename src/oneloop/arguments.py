@@ -47,6 +47,10 @@ def read_value(hint, raw: str | list | None):
         if not isinstance(raw, list):
             raise ValueError(f"a list is expected, as in [{raw}]")
         return [read_value(members[0], item) for item in raw]
+    if hint is dict:
+        if not isinstance(raw, dict):
+            raise ValueError("`name: value` pairs are expected, as in [{path: a.jsonl}]")
+        return raw
     if origin is Literal:
         if raw not in members:
             raise ValueError(f"one of {', '.join(members)} is expected{_nearest(raw, members)}")
@@ -204,7 +208,7 @@ def _flow_list(text: str) -> list | str:
     field's name."""
     try:
         return _raw(yaml.compose(text, Loader=yaml.SafeLoader))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         return text
 
 
@@ -233,7 +237,11 @@ def _read_file(hints: dict, path: str, problems: list[str]) -> list[tuple]:
     entries, seen = [], set()
     for (key, node), name in zip(root.value, keys, strict=True):
         place = f"{path}:{key.start_mark.line + 1}"
-        raw = _raw(node)
+        try:
+            raw = _raw(node)
+        except ValueError as error:
+            problems.append(f"{path}: {name}: {error}")
+            continue
         if name not in hints:
             problems.append(f"{place}: unknown key {name}{_advice(name, hints)}")
         elif name in seen:
@@ -247,12 +255,16 @@ def _read_file(hints: dict, path: str, problems: list[str]) -> list[tuple]:
 
 
 def _raw(node: yaml.Node) -> str | list | dict | None:
-    """What is written, before YAML's own guess at the type: the field's type decides. No field is a mapping; `{}`
-    stands for any."""
+    """What is written, before YAML's own guess at the type: the field's type decides. Raises ValueError for a mapping
+    with a key twice."""
     if isinstance(node, yaml.SequenceNode):
         return [_raw(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {}
+        pairs = [(str(key.value), _raw(value)) for key, value in node.value]
+        for name, _ in pairs:
+            if sum(name == other for other, _ in pairs) > 1:
+                raise ValueError(f"line {node.start_mark.line + 1}: {name} stands in the same entry twice: remove one")
+        return dict(pairs)
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
 

@@ -26,7 +26,6 @@ def text(
     count = sharding.weight_counter(module)
     total = sum(map(count, module.parameters()))
     trainable = sum(count(p) for p in module.parameters() if p.requires_grad)
-    accumulation = accelerator.gradient_accumulation_steps
     reduce = (
         "fp32" if config.reduce_dtype == "fp32" or got.precision == "no" else f"{got.precision} (cheaper, asked for)"
     )
@@ -40,13 +39,24 @@ def text(
         "shares": f"{got.parameter_fraction:.3f} of the parameters and {got.optimizer_fraction:.3f} of the optimizer "
         "state on a rank",
         "weights": weights(config, got),
-        "batch": f"{config.per_device_batch_size} micro x {accumulation} accumulation x {got.world_size} ranks = "
-        f"{config.global_batch_size} sequences, at most {config.global_batch_size * config.max_length} tokens a step",
+        "batch": batch(config, accelerator.gradient_accumulation_steps, got.world_size),
         "loss": loss,
         "foreign": code,
         "parameters": f"{trainable:,} trainable of {total:,} ({trainable / total:.2%})",
     }
     return "\n".join(["--- run ---", *(f"{key:<11}{value}" for key, value in rows.items()), "-----------"])
+
+
+def batch(config: RecipeConfig, accumulation: int, world_size: int) -> str:
+    """What an optimizer step consists of."""
+    size, unit = config.global_batch_size, config.batch_unit
+    most = f"{size} tokens" if unit == "tokens" else f"{size} sequences, at most {size * config.max_length} tokens"
+    if config.packing:
+        blocks = f"packed into blocks of up to {config.max_length} tokens"
+        return f"{most} a step, {blocks}, {config.per_device_batch_size} micro x {world_size} ranks"
+    if unit == "tokens" or config.streaming:
+        return f"{most} a step, {config.per_device_batch_size} micro x {world_size} ranks, accumulated as needed"
+    return f"{config.per_device_batch_size} micro x {accumulation} accumulation x {world_size} ranks = {most} a step"
 
 
 def weights(config: RecipeConfig, got: sharding.Obtained) -> str:

@@ -6,15 +6,13 @@ config is built.
 """
 
 import dataclasses
-import difflib
-import json
-import math
 import os
 from dataclasses import dataclass
 from typing import Literal
 
-from oneloop import arguments
+from oneloop import arguments, mixture
 from oneloop.arguments import parse, relaunch_with_config_file
+from oneloop.config_checks import adapter_settings, check, is_adapter_folder
 
 __all__ = [
     "DataConfig",
@@ -87,24 +85,51 @@ class LoraFields:
 class DataConfig:
     """Which rows are trained on and evaluated."""
 
-    dataset_name: str
-    """Training data: file, folder or hub id."""
+    dataset_name: str | None = None
+    """Training data: file, folder, glob or hub id."""
+    datasets: list[dict] | None = None
+    """Several sources instead of dataset_name, or one in need of settings of its own: a list of entries with path
+    and, as needed, name (hub configuration), revision, split, weight (share of an epoch's samples), columns (our
+    names -> the file's) and format."""
+    mixture_stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """Where an epoch of weighted sources ends: when every row was used, with rows of the smaller sources repeated, or
+    when the first source runs out of new rows."""
     dataset_train_split: str = "train"
     """Split trained on, where the data set has splits."""
     eval_dataset_name: str | None = None
-    """Evaluation data: file, folder or hub id; None evaluates on nothing."""
+    """Evaluation data: file, folder, glob or hub id; None evaluates on nothing."""
     dataset_test_split: str = "test"
     """Split evaluated, where the evaluation data has splits."""
+    test_split_size: float = 0.0
+    """Share of the training rows set apart for evaluation, instead of eval_dataset_name; drawn from the seed, equal
+    rows always on the same side."""
     max_length: int = 1024
     """Longest sequence in tokens."""
-    truncation: Literal["truncate", "drop"] = "truncate"
-    """What happens to a row longer than max_length: cut it, or leave it out. Both are counted and reported."""
+    truncation: Literal["truncate", "drop", "split"] = "truncate"
+    """What happens to a row longer than max_length: cut it, leave it out, or split it into rows that follow each other.
+    Counted and reported."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What happens at a row that cannot be used: stop with its place, or skip and count it."""
+    """What happens at a row that cannot be used: stop with its place, or skip it, count it, and keep it with its
+    place and the reason in rejected.jsonl."""
     split_special_tokens: bool = True
     """Read control-token text inside the data as plain text. False lets data insert real control tokens."""
     shuffle: bool = True
     """Shuffle the rows anew each epoch; false keeps the file's order."""
+    packing: bool = False
+    """Put the rows of a step side by side into blocks of up to max_length tokens instead of padding them; each sees
+    itself alone. Memory and speed only, never the result."""
+    batch_unit: Literal["sequences", "tokens"] = "sequences"
+    """What global_batch_size counts: rows, or their tokens (an optimizer step then takes the rows that fit)."""
+    streaming: bool = False
+    """Read, check and tokenise the rows while training goes on, with nothing prepared on disk; needs max_steps."""
+    shuffle_buffer_size: int = 10_000
+    """Rows that a stream shuffles at a time."""
+    data_cache_dir: str = "~/.cache/oneloop"
+    """Folder of prepared data, shared by all runs; safe to delete when none is running."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenise; None takes all cores of the machine to prepare data, and one per rank for a stream."""
+    show_examples: int = 0
+    """Print so many rows as the model will see them, what is learnt in colour, and stop; 0 trains."""
 
 
 @dataclass(kw_only=True)
@@ -112,9 +137,9 @@ class TrainConfig:
     """The optimisation, independent of hardware and strategy."""
 
     global_batch_size: int = 32
-    """Sequences per optimizer step over all devices; accumulation is derived from it."""
+    """Sequences (or tokens, see batch_unit) per optimizer step over all devices; accumulation is derived from it."""
     per_device_batch_size: int = 1
-    """Sequences per forward pass on one device: memory and speed only, never the result."""
+    """Sequences, or packed blocks, per forward pass on one device: memory and speed only, never the result."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
@@ -192,190 +217,8 @@ class RecipeConfig(StateConfig, RunConfig, TrainConfig, DataConfig, LoraFields, 
             value = getattr(self, field.name)
             if isinstance(value, os.PathLike) or (isinstance(value, str) and (value == "~" or value.startswith("~/"))):
                 setattr(self, field.name, os.path.expanduser(os.fspath(value)))
+        self.datasets = mixture.read(self.datasets)
         check(self)
-
-
-# --- checks on values -------------------------------------------------------------------------------------------------
-
-_AT_LEAST = {  # field: smallest value that means something
-    **dict.fromkeys(
-        ("lora_r", "lora_alpha", "max_length", "global_batch_size", "per_device_batch_size", "logging_steps"), 1
-    ),
-    **dict.fromkeys(("warmup_steps", "seed", "weight_decay", "max_grad_norm"), 0),
-}
-_LARGEST_SEED = 4_000_000_000  # numpy takes 2**32 - 1; each rank adds its number
-_FRACTIONS = ("lora_dropout", "adam_betas")  # each value: 0 <= value < 1
-_MEANING_OF_MINUS_ONE = {  # field that is -1 or at least 1: what -1 does
-    "max_steps": "train num_train_epochs",
-    "eval_steps": "only before the first step and at the end",
-    "save_total_limit": "keep all",
-}
-_PEFT_NAMES = {  # our field: PEFT's name in adapter_config.json
-    "lora_r": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-    "lora_modules_to_save": "modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-}
-
-
-def is_adapter_folder(path: str) -> bool:
-    """Whether `path` is a local folder that PEFT saved an adapter to."""
-    return os.path.isfile(os.path.join(os.path.expanduser(path), "adapter_config.json"))
-
-
-def adapter_settings(folder: str) -> dict:
-    """What an adapter folder says of itself, `base_model_name_or_path` among it.
-
-    Raises ValueError, naming the file, where it is damaged or names no base model.
-    """
-    path = os.path.join(os.path.expanduser(folder), "adapter_config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            saved = json.load(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model_name_or_path: {path} is no adapter configuration: {error}") from error
-    name = saved.get("base_model_name_or_path") if isinstance(saved, dict) else None
-    if not name or not isinstance(name, str):
-        raise ValueError(
-            f"model_name_or_path: {path} names no base_model_name_or_path; write the base model's id there"
-        )
-    return saved
-
-
-def check(config: RecipeConfig) -> None:
-    """Refuse values that cannot be meant, and settings that would have no effect.
-
-    Raises ValueError naming field, value and remedy. Run by the constructor, so no config exists unchecked.
-    """
-    values = to_dict(config)
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is {value}: give a finite number")
-    for name in ("model_name_or_path", "dataset_name", "output_dir"):
-        if not values[name]:
-            raise ValueError(f"{name} is empty: give a name or a path")
-    for name, smallest in _AT_LEAST.items():
-        if values[name] < smallest:
-            raise ValueError(f"{name} is {values[name]}: give {smallest} or more")
-    if len(config.adam_betas) != 2:
-        raise ValueError(f"adam_betas is {config.adam_betas}: give two numbers, as in [0.9, 0.999]")
-    for name in _FRACTIONS:
-        numbers = values[name] if isinstance(values[name], list) else [values[name]]
-        if not all(0 <= number < 1 for number in numbers):
-            raise ValueError(f"{name} is {values[name]}: give numbers from 0 up to, but not including, 1")
-    for name, meaning in _MEANING_OF_MINUS_ONE.items():
-        if values[name] != -1 and values[name] < 1:
-            raise ValueError(f"{name} is {values[name]}: give 1 or more, or -1 ({meaning})")
-    for name in ("learning_rate", "num_train_epochs"):
-        if values[name] <= 0:
-            raise ValueError(f"{name} is {values[name]}, which trains nothing: give a number above 0")
-    if not 0 <= config.warmup_ratio <= 1:
-        raise ValueError(f"warmup_ratio is {config.warmup_ratio}: give a share from 0 to 1, or use warmup_steps")
-    if config.warmup_steps and config.warmup_ratio:
-        raise ValueError(
-            f"warmup_steps is {config.warmup_steps} and warmup_ratio is {config.warmup_ratio}: only one can count, "
-            f"set the other to 0"
-        )
-    if config.seed > _LARGEST_SEED:
-        raise ValueError(f"seed is {config.seed}: give {_LARGEST_SEED} or less")
-    if config.lora_target_modules == []:
-        raise ValueError("lora_target_modules is []: name modules, or leave it out for all linear layers but the head")
-    generations = values.get("eval_generations", 0)  # not every recipe has it
-    if generations < 0:
-        raise ValueError(f"eval_generations is {generations}: give 0 or more")
-    _check_optimizer(config)
-    _check_saving(config)
-    if not config.eval_dataset_name and (generations or config.eval_steps != -1):
-        name = "eval_generations" if generations else "eval_steps"
-        raise ValueError(
-            f"{name} is {values[name]} but has no effect without eval_dataset_name: set it, or drop {name}"
-        )
-    if config.model_revision and os.path.isdir(config.model_name_or_path):
-        raise ValueError(
-            f"model_revision is {config.model_revision} but has no effect on a local folder: drop it, or name a hub id"
-        )
-    if config.global_batch_size < config.per_device_batch_size:
-        raise ValueError(
-            f"global_batch_size is {config.global_batch_size}, smaller than per_device_batch_size "
-            f"{config.per_device_batch_size}: raise global_batch_size or lower per_device_batch_size"
-        )
-    _check_adapter(config, values)
-
-
-_OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "lion")
-
-
-def _check_optimizer(config: RecipeConfig) -> None:
-    if "." not in config.optim and config.optim not in _OPTIMIZERS:
-        near = difflib.get_close_matches(config.optim, _OPTIMIZERS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"optim is {config.optim!r}: give one of {', '.join(_OPTIMIZERS)}, or the import path of a class{hint}"
-        )
-    if config.optim == "adafactor" and config.adam_betas != [0.9, 0.999]:
-        raise ValueError(f"adam_betas is {config.adam_betas} but has no effect with optim adafactor: leave it out")
-
-
-def _check_saving(config: RecipeConfig) -> None:
-    if config.save_every < -1:
-        raise ValueError(
-            f"save_every is {config.save_every}: give a number of steps, -1 (at the end and when stopped), or 0 (never)"
-        )
-    if config.max_hours is not None:
-        if config.max_hours <= 0:
-            raise ValueError(f"max_hours is {config.max_hours}: give hours above 0, or leave it out")
-        if config.save_every == 0:
-            raise ValueError(
-                f"max_hours is {config.max_hours} and save_every is 0, so stopping would lose the run: set save_every "
-                "to -1 to save only then"
-            )
-    if not config.resume:
-        raise ValueError("resume is empty: give auto, none, or the path of a state")
-    known = {field.name for field in dataclasses.fields(config)} | {"mixed_precision"}
-    for name in config.allow_changes or ():
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            raise ValueError(
-                f"allow_changes names {name!r}, which is no setting" + (f"; did you mean {near[0]}?" if near else "")
-            )
-
-
-def _check_adapter(config: RecipeConfig, values: dict) -> None:
-    """An adapter setting counts with use_peft; an adapter folder brings its own, which a setting may repeat but not
-    contradict."""
-    asked = {f.name: values[f.name] for f in dataclasses.fields(LoraFields) if values[f.name] != f.default}
-    asked.pop("use_peft", None)
-    if config.quantization and not (config.use_peft or is_adapter_folder(config.model_name_or_path)):
-        raise ValueError(
-            f"quantization is {config.quantization} but whole weights cannot be trained in that form: set use_peft to "
-            "true to train adapters over them, or leave quantization out"
-        )
-    if is_adapter_folder(config.model_name_or_path):
-        saved = adapter_settings(config.model_name_or_path)
-        for name, value in asked.items():
-            own = saved.get(_PEFT_NAMES[name])
-            same = set(own or ()) == set(value) if isinstance(value, list) else own == value
-            if not same:
-                raise ValueError(
-                    f"{name} is {value} but has no effect: training continues the adapter in "
-                    f"{config.model_name_or_path}, which has {own}. Leave {name} out, or name the "
-                    f"base model to start a new adapter"
-                )
-        return
-    if config.use_peft:
-        return
-    for name, value in asked.items():
-        raise ValueError(
-            f"{name} is {value} but has no effect while use_peft is false: set use_peft to true, or leave {name} out"
-        )
-    if config.merge_adapter:
-        raise ValueError(
-            "merge_adapter is true but has no effect while use_peft is false: set use_peft "
-            "to true, leave merge_adapter out, or let model_name_or_path name an adapter folder"
-        )
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -49,10 +49,9 @@ def exact_match(
 ) -> dict[str, float]:
     """Share of rows whose greedy answer equals the reference reply (surrounding white space aside); prints a few.
 
-    rows: with `prompt_ids` and `reply`; others are left out. Answers may be half as long again as the longest
-    reference. Returns {"eval/exact_match", "eval/num_generations"}. Collective.
-    """
-    rows = [row for row in rows if "prompt_ids" in row]
+    rows: with `prompt_ids` and `reply`; those where they are empty are left out. Answers may be half as long again as
+    the longest reference. Returns {"eval/exact_match", "eval/num_generations"}. Collective."""
+    rows = [row for row in rows if len(row["prompt_ids"])]
     if not rows:
         raise ValueError("eval_generations: no evaluation row ends with a reply to compare an answer with.")
     longest = max(len(tokenizer(row["reply"])["input_ids"]) for row in rows)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Meter:
     """Collects sums micro-batch by micro-batch; `read` makes global metrics of them and starts a new interval."""
 
-    def __init__(self, accelerator: Accelerator, model: torch.nn.Module):
-        self.accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, loader=None):
+        """loader: what the loop waits for; the time is taken off its `wait_seconds`."""
+        self.accelerator, self.loader = accelerator, loader
         module = accelerator.unwrap_model(model, keep_torch_compile=False)
         self.peak_flops = flops.peak_per_second(accelerator.device, sharding.compute_dtype(accelerator))
         self.flops = flops.Counter.of(module, sharding.weight_counter(module)) if self.peak_flops is not None else None
@@ -114,10 +115,13 @@ class Meter:
         """
         mine = {name: torch.stack(values).cpu().double().sum().item() for name, values in self.parts.items()}
         mine |= {"slots": self.slots, "peak_memory": peak_memory_bytes(self.accelerator.device)}
+        mine["waited"] = 0.0
+        if self.loader is not None:
+            mine["waited"], self.loader.wait_seconds = self.loader.wait_seconds, 0.0
         # Python numbers: not every device has float64, and fp32 would round sums of whole intervals.
         everyone = gather_object([mine])
         seconds = time.perf_counter() - self.started  # after the gather: the device has finished the interval
-        peak_memory = max(one.pop("peak_memory") for one in everyone)
+        peak_memory, waited = (max(one.pop(name) for one in everyone) for name in ("peak_memory", "waited"))
         total = {name: sum(one[name] for one in everyone) for name in everyone[0]}
         items, tokens = max(total.pop("items"), 1.0), total.pop("tokens")
         self.tokens_seen += int(tokens)
@@ -129,6 +133,7 @@ class Meter:
             "train/non_padding_share": tokens / total.pop("slots"),
             "train/tokens_seen": float(self.tokens_seen),
             "train/step_seconds": seconds / max(self.num_steps, 1),
+            "train/data_wait_share": waited / seconds,
             "train/peak_memory_gib": peak_memory / 2**30,
         }
         squared_lengths = total.pop("squared_lengths")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from oneloop.config import RecipeConfig
 
+_PACKING_KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -233,22 +236,63 @@ def _check_module_names(config: RecipeConfig, model) -> None:
                 )
 
 
-def check_rows_fit(model, rows: list[dict], tokenizer) -> None:
-    """Refuse token ids and lengths that the model has no embedding for, before a kernel fails on them.
+def check_rows_fit(model, config: RecipeConfig, row_sets: list, tokenizer) -> None:
+    """Refuse token ids and lengths that the model has no embedding for, before a kernel fails on them, and packing
+    where rows would see each other.
 
-    rows: with `input_ids` (T,) int. Raises ValueError.
+    row_sets: with `highest_id` and `longest`. Raises ValueError.
     """
     size = model.get_input_embeddings().num_embeddings
-    highest = max([tokenizer.pad_token_id] + [int(max(row["input_ids"])) for row in rows])
+    highest = max([tokenizer.pad_token_id] + [rows.highest_id for rows in row_sets])
     if highest >= size:
         raise ValueError(
             f"model_name_or_path: the tokenizer gives token id {highest}, but the model knows {size} tokens; the two "
             "do not belong together."
         )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(len(row["input_ids"]) for row in rows)
+    longest = max(rows.longest for rows in row_sets)
     if limit and longest > limit:
         raise ValueError(f"max_length: a row has {longest} tokens, the model has {limit} positions; lower max_length.")
+    if config.packing:
+        _check_packing(config, model)
+
+
+def _check_packing(config: RecipeConfig, model) -> None:
+    """Refuse packing where rows of a block could see each other: position ids keep attention apart in the kernels named
+    here (transformers 5.24, masking_utils.py and modeling_flash_attention_utils.py), and nothing does so in layers
+    that carry a state from position to position."""
+    text = model.config.get_text_config()
+    kernel = text._attn_implementation
+    if kernel not in _PACKING_KERNELS:
+        raise ValueError(
+            f"packing: true with attn_implementation {kernel!r}, which is not known to keep packed rows apart: "
+            "set it to "
+            f"one of {', '.join(_PACKING_KERNELS)}, or leave packing out"
+        )
+    if "flash" in kernel and config.attn_implementation != kernel:
+        raise ValueError(
+            f"packing: true, and the checkpoint asks for {kernel}: set attn_implementation to {kernel}, for "
+            "blocks to be "
+            "laid out as that kernel needs them"
+        )
+    kinds = set(getattr(text, "layer_types", None) or ())
+    carries = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    names = {type(module).__name__ for module in model.modules()}
+    carries += sorted(name for name in names if re.search(r"mamba|rwkv|recurrent|ssm|deltanet|shortconv", name, re.I))
+    if carries:
+        raise ValueError(
+            f"packing: true, but the model has layers that carry a state from one row of a block into the next "
+            f"({', '.join(carries)}): leave packing out"
+        )
+    if "position_ids" not in inspect.signature(_causal(model).forward).parameters:
+        raise ValueError(
+            f"packing: true, but {type(_causal(model)).__name__} takes no position_ids, by which packed rows are told "
+            "apart: leave packing out"
+        )
+
+
+def _causal(model):
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def align_for_generation(model, tokenizer) -> None:

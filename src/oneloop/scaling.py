@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from oneloop import watchdog
+from oneloop import sharding, watchdog
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 def count_items(accelerator: Accelerator, count: Callable, micro_batches: list) -> torch.Tensor:
     """Number of items that a whole optimizer step's loss is a mean over, over its micro-batches and all ranks.
 
-    A scalar int64 on the device: not read by the host, so it costs a small all-reduce and no synchronisation.
+    A scalar int64 on the device: not read by the host, so it costs a small all-reduce and no synchronisation. Tells the
+    backends how many micro-batches the step has.
     """
+    # Their number differs from step to step where rows are packed or tokens counted.
+    sharding.set_accumulation(accelerator, len(micro_batches))
     return accelerator.reduce(sum(count(batch) for batch in micro_batches), "sum")
 
 

@@ -59,6 +59,19 @@ def accumulation_steps(global_batch_size: int, per_device_batch_size: int, world
     return steps
 
 
+def is_even(config) -> bool:
+    """Whether all optimizer steps have equally many micro-batches."""
+    return not config.packing and config.batch_unit == "sequences" and not config.streaming
+
+
+def nominal_accumulation(config, world_size: int) -> int:
+    """Micro-batches of one device in one optimizer step, where all steps have equally many; else 1, and each step says
+    how many it has. Raises ValueError as `accumulation_steps` does."""
+    if not is_even(config):
+        return 1
+    return accumulation_steps(config.global_batch_size, config.per_device_batch_size, world_size)
+
+
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
     """Optimizer steps in one pass over the data; the last may hold fewer rows."""
     return math.ceil(num_rows / global_batch_size)

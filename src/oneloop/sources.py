@@ -8,8 +8,10 @@ config.json downloaded and ran code), and because an error of ours can name file
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oneloop import config as config_module
-from oneloop import fingerprint
+from oneloop import fingerprint, mixture
 
 if TYPE_CHECKING:
     from oneloop.config import RecipeConfig
@@ -304,7 +306,7 @@ def refuse_pickled_data(paths: Iterable[Path], field: str) -> None:
 
 # What this run has looked up, so that a branch that moves meanwhile changes nothing, and what `record` writes down.
 _snapshots: dict[tuple[str, str], tuple[Path, frozenset[str]]] = {}
-_dataset_commits: dict[str, str | None] = {}
+_dataset_commits: dict[tuple[str, str | None], str | None] = {}
 
 
 def _hub_snapshot(name: str, revision: str) -> tuple[Path, frozenset[str]]:
@@ -330,17 +332,18 @@ def _hub_snapshot(name: str, revision: str) -> tuple[Path, frozenset[str]]:
     return _snapshots[name, revision]
 
 
-def dataset_commit(name: str) -> str | None:
-    """The commit that a hub data set is at now; None where it cannot be told, as for a copy made by `datasets` that
-    is read offline."""
+def dataset_commit(name: str, revision: str | None = None) -> str | None:
+    """The commit that a branch or tag of a hub data set is at now; the revision itself where it cannot be told, as for
+    a copy made by `datasets` that is read offline."""
     from huggingface_hub import snapshot_download
 
-    if name not in _dataset_commits:
+    if (name, revision) not in _dataset_commits:
         try:
-            _dataset_commits[name] = Path(snapshot_download(name, repo_type="dataset", allow_patterns="README.md")).name
+            options = {"revision": revision, "repo_type": "dataset", "allow_patterns": "README.md"}
+            _dataset_commits[name, revision] = Path(snapshot_download(name, **options)).name
         except Exception:  # the loader of the rows says what is wrong, if anything is
-            _dataset_commits[name] = None
-    return _dataset_commits[name]
+            _dataset_commits[name, revision] = revision
+    return _dataset_commits[name, revision]
 
 
 # --- what was loaded --------------------------------------------------------------------------------------------------
@@ -355,14 +358,16 @@ def record(config: RecipeConfig) -> dict[str, Any]:
     model = _model_record(base)
     adapter = {"name": base.adapter, **_content(base.adapter, of_model=True)} if base.adapter else None
     template = config.chat_template
+    train = [_data_record(source) for source in mixture.for_training(config)]
+    evaluated = [_data_record(source) for source in mixture.for_evaluation(config)]
     return {
         "trust_remote_code": config.trust_remote_code,
         "model": model,
         "adapter": adapter,
         "tokenizer": adapter if adapter and _has_tokenizer(base.adapter) else model,
         "chat_template": {"name": template, **_content(template)} if template else None,
-        "dataset": _data_record(config.dataset_name),
-        "eval_dataset": _data_record(config.eval_dataset_name) if config.eval_dataset_name else None,
+        "dataset": train[0] if len(train) == 1 else train,
+        "eval_dataset": evaluated[0] if evaluated else None,
     }
 
 
@@ -373,10 +378,14 @@ def _model_record(base: BaseModel) -> dict[str, Any]:
     return {"name": base.name, "asked": base.revision, "commit": folder.name if folder else None}
 
 
-def _data_record(name: str) -> dict[str, Any]:
+def _data_record(source: mixture.Source) -> dict[str, Any]:
+    name = source.path
     if _exists(Path(name).expanduser()):
         return {"name": name, **_content(name)}
-    return {"name": name, "commit": _dataset_commits.get(name)}
+    if found := sorted(glob.glob(os.path.expanduser(name), recursive=True)):
+        return {"name": name, "files": [{"name": path, **_content(path)} for path in found]}
+    asked = {"asked": source.revision} if source.revision else {}
+    return {"name": name, **asked, "commit": _dataset_commits.get((name, source.revision))}
 
 
 def _content(name: str, of_model: bool = False) -> dict[str, Any]:

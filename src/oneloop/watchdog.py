@@ -74,6 +74,17 @@ def beat() -> None:
     _beats += 1
 
 
+def beats() -> int:
+    """The progress counted so far."""
+    return _beats
+
+
+def catch_up(count: int) -> None:
+    """Count progress up to `count`: of a rank that has done nothing because another one does it for both."""
+    global _beats
+    _beats = max(_beats, count)
+
+
 def asked_to_stop() -> None:
     """This rank was told to stop and goes on to save: it must not, once another rank has failed."""
     global _is_stopping

@@ -45,6 +45,9 @@ CASES = {
         "bf16",
         {"per_device_batch_size": 4, "quantization": "nf4", "gradient_checkpointing": True},
     ),
+    # The same rows a step, in blocks of at most 256 tokens: another number of micro-batches at each step.
+    "full, packed": (False, "no", {"per_device_batch_size": 1, "packing": True, "max_length": 256}),
+    "lora, packed": (True, "bf16", {"per_device_batch_size": 2, "packing": True, "max_length": 256}),
     "full, 100 steps": (False, "no", {"per_device_batch_size": 4, "max_steps": 100}),
     "lora, 100 steps": (True, "no", {"per_device_batch_size": 4, "max_steps": 100}),
 }
@@ -113,12 +116,14 @@ def material(tmp_path_factory):
         examples.append({"messages": turns})
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    assert max(len(row["input_ids"]) for row in oracle.rows_of(tiny.tokenizer(), examples, 1024)) <= 256
     eval_data = folder / "eval.jsonl"
     eval_data.write_text("".join(json.dumps(example) + "\n" for example in examples[:11]))
     tokenizer = tiny.tokenizer()
     return {
         "model_dir": model_dir,
         "data": str(data),
+        "cache": str(folder / "cache"),
         "eval_data": str(eval_data),
         "rows": oracle.rows_of(tokenizer, examples, 1024),
         "pad": tokenizer.pad_token_id,
@@ -156,6 +161,7 @@ def launched(material, tmp_path_factory):
             settings = TRAINING | extra | {"output_dir": str(folder / name)}
             settings |= {"model_name_or_path": material["model_dir"], "dataset_name": material["data"]}
             settings |= {"logging_steps": 1, "report_to": "none", "export_dtype": "fp32"}
+            settings |= {"data_cache_dir": material["cache"]}
             if name in EVALUATED:
                 settings |= {"eval_dataset_name": material["eval_data"], "eval_generations": 3, "eval_steps": 5}
             if adapter:

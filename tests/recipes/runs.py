@@ -30,6 +30,7 @@ def settings(folder: Path, rows: list[dict] | str, **changes) -> dict:
         "model_name_or_path": str(model),
         "dataset_name": rows if isinstance(rows, str) else write_rows(folder / "rows.jsonl", rows),
         "output_dir": str(folder / "run"),
+        "data_cache_dir": str(folder / "data_cache"),
         "report_to": "none",
         "logging_steps": 1,
         "shuffle": False,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from oneloop.data import rendering
 from oneloop.data.chat import IGNORE_INDEX, encode_messages, encode_text, end_of_turn_token, load_template
 from oneloop.data.rows import BadRow, collect, normalise
 from tests import tiny
@@ -587,9 +588,9 @@ def test_whatever_the_template_leaves_out_is_named():
 
 
 def test_an_ordinary_row_costs_one_more_rendering(monkeypatch):
-    tokenizer, calls = copy.deepcopy(tiny.tokenizer()), []
-    original = tokenizer.apply_chat_template
-    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: calls.append(a) or original(*a, **k))
+    tokenizer, calls = tiny.tokenizer(), []
+    original = rendering._rendered
+    monkeypatch.setattr(rendering, "_rendered", lambda *a, **k: calls.append(a) or original(*a, **k))
     for _ in range(3):
         calls.clear()
         encode_messages(tokenizer, chat(*MULTITURN[0]), **ROOM)

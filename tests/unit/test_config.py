@@ -189,7 +189,7 @@ def test_misspelt_keys_are_named_with_line_and_nearest_name(tmp_path, capsys):
         ("learning_rate: fast", "learning_rate is 'fast': a number is expected"),
         ("shuffle: 2", "shuffle is '2': true or false is expected"),
         ("output_dir: ~", "output_dir is null: text is expected"),
-        ("output_dir: {a: b}", "output_dir is {}: text is expected"),
+        ("output_dir: {a: b}", "output_dir is {'a': 'b'}: text is expected"),
         ("lora_target_modules: q_proj", "lora_target_modules is 'q_proj': a list is expected, as in [q_proj] or null"),
         ("stop_words: [a, [b]]", "text is expected"),
         ("kind: sigmod", "kind is 'sigmod': one of sigmoid, hinge is expected; did you mean sigmoid?"),

@@ -12,6 +12,9 @@ from oneloop.sharding import Obtained
 
 SETTINGS = SimpleNamespace(
     global_batch_size=8,
+    packing=False,
+    batch_unit="sequences",
+    streaming=False,
     per_device_batch_size=2,
     max_grad_norm=1.0,
     reduce_dtype="fp32",

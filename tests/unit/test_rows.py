@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from oneloop import sources
-from oneloop.data.rows import BadRow, collect, normalise, read
+from oneloop.data import rows as rows_module
+from oneloop.data.rows import BadRow, check, collect, describe, form_of, ignored_columns, normalise, read
+from oneloop.mixture import Source
 
 CASES = Path(__file__).parents[3] / "shared" / "cases"
 GOOD = b'{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]}'
@@ -73,9 +75,9 @@ def turns(*contents: str) -> list[dict]:
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 4, contents, strict=False)]
 
 
-def kind_of(row: dict) -> str:
+def kind_of(row: dict, source: Source | None = None) -> str:
     with pytest.raises(BadRow) as caught:
-        normalise(row)
+        normalise(row, source)
     return caught.value.kind
 
 
@@ -220,11 +222,20 @@ def test_json_list_has_the_lines_of_its_elements(tmp_path):
     rows = list(read(write(tmp_path, "a.json", content), "train"))
     assert [place.rsplit(":", 1)[1] for place, _ in rows] == ["2", "4", "5"]
     assert rows[2][1].kind == "not_an_object"
-    cut = list(read(write(tmp_path, "b.json", b"[" + GOOD + b",\n" + GOOD[:40]), "train"))
-    assert [isinstance(row, BadRow) for _, row in cut] == [False, True] and cut[1][0].endswith("b.json:2")
-    tail = list(read(write(tmp_path, "c.json", b"[" + GOOD + b"]\n[1]"), "train"))
-    assert [getattr(row, "kind", None) for _, row in tail] == [None, "two_values"]
+    for name, content, line, reason in [
+        ("b.json", b"[" + GOOD + b",\n" + GOOD[:40], 2, "beyond this element"),
+        ("c.json", b"[" + GOOD + b"\n" + GOOD + b"]", 1, "no comma or bracket after this element"),
+        ("d.json", b"[" + GOOD + b"]\n[1]", 1, "more text follows"),
+    ]:
+        # Under "skip" a count of one would stand for all rows that follow: it is the file that is at fault.
+        for policy in ("stop", "skip"):
+            with pytest.raises(ValueError, match=f"^dataset_name: .*{name}:{line}: .*{reason}"):
+                collect(write(tmp_path, name, content), "train", dict, policy)
     assert len(list(read(write(tmp_path, "d.json", GOOD + b"\n" + GOOD), "train"))) == 2
+    whole = write(tmp_path, "f.json", GOOD.replace(b", ", b",\n"))
+    assert [place for place, row in read(whole, "train")] == [f"{whole}:1"]
+    twice = list(read(write(tmp_path, "g.json", b'{"a": 1,\n"a": 2}'), "train"))
+    assert [row.kind for _, row in twice] == ["duplicate_key"]
     latin = list(read(write(tmp_path, "e.json", b"[" + GOOD.replace(b"Hi", b"\xe9") + b",\n" + GOOD + b"]"), "train"))
     assert [getattr(row, "kind", None) for _, row in latin] == ["bad_utf8", None]
 
@@ -238,6 +249,7 @@ def test_csv_keeps_text_and_line_numbers(tmp_path):
     assert texts(normalise(read_rows[0][1])) == [("user", "Add\nthem"), ("assistant", "4")]
     assert texts(normalise(read_rows[1][1])) == [("user", "Why?\n\n2"), ("assistant", "07")]
     assert read_rows[2][1].kind == "bad_csv"
+    assert ignored_columns({"prompt": "a", "completion": "b", "note": None}) == set()
     write(tmp_path, "b.csv", b"prompt,completion\ncaf\xe9,b\na,b\n")
     assert [getattr(row, "kind", row) for _, row in read(str(tmp_path / "b.csv"), "train")] == [
         "bad_utf8",
@@ -268,8 +280,9 @@ def test_sources_that_cannot_be_read_say_what_is_there(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="folder without a file"):
         read(str(tmp_path / "folder"), "train")
-    with pytest.raises(ValueError, match="cannot read '.txt'"):
-        read(write(tmp_path, "a.txt", GOOD), "train")
+    for name, suffix in (("a.md", ".md"), ("a.parquet.gz", ".gz"), ("a.jsonl.bz2", ".bz2")):
+        with pytest.raises(ValueError, match=f"cannot read '{suffix}'"):
+            read(write(tmp_path, name, GOOD), "train")
     with pytest.raises(ValueError, match="slices work for hub data sets only"):
         read(str(tmp_path / "rows_train.jsonl"), "train[:10]")
     with pytest.raises(ValueError, match="not a readable Parquet file"):
@@ -285,16 +298,19 @@ def test_a_hub_id_is_loaded_through_datasets(tmp_path, monkeypatch):
         asked.append((source, split))
         if source == "org/gone":
             raise FileNotFoundError("no such data set")
-        return datasets.Dataset.from_list([{"prompt": "a", "completion": "b"}, {"messages": turns("a", "b")}])
+        empty = {"prompt": None, "completion": None, "messages": None}
+        rows = [{"prompt": "a", "completion": "b"}, {"messages": turns("a", "b")}]
+        return datasets.Dataset.from_list([empty | row for row in rows])
 
     # Only the download is replaced: no test reaches the network. The rows come padded, as from the hub.
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(sources, "dataset_commit", lambda name: None)
+    monkeypatch.setattr(sources, "dataset_commit", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     rows = list(read("org/set", "train[:2]"))
     assert asked == [("org/set", "train[:2]")]
     assert [place for place, _ in rows] == ["org/set[train[:2]]:0", "org/set[train[:2]]:1"]
-    assert rows[0][1] == {"prompt": "a", "completion": "b"} and "prompt" not in rows[1][1]
+    assert normalise(rows[0][1]) == {"prompt": "a", "completion": "b"}
+    assert normalise(rows[1][1]) == {"messages": turns("a", "b")}
     with pytest.raises(ValueError, match="dataset_name 'org/gone' is no existing path.*no such data set"):
         read("org/gone", "train")
 
@@ -321,7 +337,17 @@ def test_forms_of_rows():
 @pytest.mark.parametrize(
     ("row", "kind"),
     [
-        ({"text": "a"}, "unknown_columns"),
+        ({"text": "a", "prompt": "b"}, "unknown_columns"),
+        ({"text": "a", "chosen": "b"}, "unknown_columns"),
+        ({"text": ""}, "empty_text"),
+        ({"text": " \n\u3000"}, "empty_text"),
+        ({"text": ["a"]}, "not_text"),
+        ({"text": "a", "images": ["a.png"]}, "unsupported_field"),
+        ({"messages": turns("a", "b"), "tools": {"name": "clock"}}, "bad_tools"),
+        ({"messages": turns("a", "b"), "tools": ["clock"]}, "bad_tools"),
+        ({"messages": turns("a", "b"), "tools": "{"}, "bad_json"),
+        ({"messages": turns("a", "b" * 8_000_001)}, "too_big"),
+        ({"text": "b" * 8_000_001}, "too_big"),
         ({"prompt": "a"}, "unknown_columns"),
         ({"messages": []}, "empty"),
         ({"messages": "[{"}, "bad_json"),
@@ -367,6 +393,108 @@ def test_rows_that_cannot_be_used_have_a_name(row, kind):
     assert kind_of(row) == kind
 
 
+GSM8K = {"question": "1 + 1?", "answer": "2"}
+
+
+def test_columns_of_other_names_are_taken_when_told_and_guessed_in_the_message():
+    source = Source(path="p", field="datasets[1]", columns={"prompt": "question", "completion": "answer"})
+    assert normalise(GSM8K, source) == {"prompt": "1 + 1?", "completion": "2"}
+    assert form_of(GSM8K, source) == "prompt_completion"
+    assert ignored_columns(GSM8K | {"id": 1, "prompt": "other"}, source) == {"id", "prompt"}
+    for row in ({"question": "1 + 1?"}, {"question": "1 + 1?", "answers": "2"}):
+        with pytest.raises(
+            BadRow, match=r"no column 'answer', which datasets\[1\].columns names for 'completion'"
+        ) as bad:
+            normalise(row, source)
+        assert bad.value.kind == "missing_column"
+    # A column that is there without a value is not a misspelt one: that the form needs it is another matter.
+    assert kind_of(GSM8K | {"answer": None}, source) == "unknown_columns"
+    optional = Source(path="p", columns={"instruction": "question", "input": "context", "output": "answer"})
+    assert texts(normalise(GSM8K | {"context": None}, optional)) == [("user", "1 + 1?"), ("assistant", "2")]
+    assert texts(normalise(GSM8K | {"context": "c"}, optional))[0] == ("user", "1 + 1?\n\nc")
+    assert kind_of(GSM8K, optional) == "missing_column"
+    # The columns that were named decide, whatever else the row has.
+    both = GSM8K | {"messages": turns("a", "b")}
+    assert normalise(both, source)["completion"] == "2" and normalise(both)["messages"] == turns("a", "b")
+
+    for row, guess in [
+        (GSM8K, "{prompt: question, completion: answer}"),
+        ({"Query": "a", "Response": "b", "id": 1}, "{prompt: Query, completion: Response}"),
+        ({"instruction": "a", "context": "", "response": "b"}, "{output: response}"),
+        ({"dialogue": turns("a", "b")}, "{messages: dialogue}"),
+        ({"content": "a", "url": "b"}, "{text: content}"),
+    ]:
+        with pytest.raises(BadRow) as bad:
+            normalise(row)
+        assert bad.value.kind == "unknown_columns" and f"write `columns: {guess}`" in str(bad.value)
+        columns = dict(pair.split(": ") for pair in guess[1:-1].split(", "))
+        assert normalise(row, Source(path="p", columns=columns)), "the remedy must be one"
+    with pytest.raises(BadRow, match="recipe that compares answers"):
+        normalise({"prompt": "a", "chosen": "b", "rejected": "c"})
+
+
+def test_names_that_no_form_has_are_errors_at_once():
+    for columns, message in [
+        ({"promt": "question"}, r"datasets\[0\].columns has 'promt'.*did you mean prompt"),
+        ({"question": "prompt"}, r"write prompt: question \(our name first\)"),
+        ({"xyzw": "q"}, "known are .*completion.*"),
+    ]:
+        source = Source(path="p", field="datasets[0]", columns=columns)
+        for attempt in (lambda source=source: check(source), lambda source=source: normalise(GSM8K, source)):
+            with pytest.raises(ValueError, match=message) as error:
+                attempt()
+            assert not isinstance(error.value, BadRow), "the config is at fault, not the row"
+    with pytest.raises(ValueError, match=r"datasets\[0\].format is 'alpacca': did you mean alpaca"):
+        check(Source(path="p", field="datasets[0]", format="alpacca"))
+    with pytest.raises(ValueError, match="known are messages, sharegpt"):
+        check(Source(path="p", format="qqq"))
+    check(Source(path="p", columns={"chosen": "a", "rejected": "b", "system": "c"}, format="messages"))
+
+
+def test_a_form_that_is_asked_for_is_the_one_taken():
+    row = {"messages": turns("a", "b"), "prompt": "p", "completion": "c", "text": "t"}
+    found = {form: normalise(row, Source(path="p", format=form)) for form in ("messages", "prompt_completion", "text")}
+    assert found["messages"]["messages"] == turns("a", "b")
+    assert found["prompt_completion"] == {"prompt": "p", "completion": "c"} and found["text"] == {"text": "t"}
+    with pytest.raises(
+        BadRow, match="format is alpaca, but there is no 'instruction'; columns found: completion, mess"
+    ):
+        normalise(row, Source(path="p", format="alpaca"))
+    assert ignored_columns(row, Source(path="p", format="text")) == {"messages", "prompt", "completion"}
+    assert ignored_columns(row, Source(path="p", format="messages")) == {"prompt", "completion", "text"}
+
+
+def test_forms_are_told_by_columns_and_counted_in_a_line():
+    rows = {
+        "messages": {"messages": turns("a", "b"), "text": "rendered", "prompt": None},
+        "sharegpt": {"conversations": turns("a", "b")},
+        "prompt_completion": {"prompt": "a", "completion": "b", "text": "a b"},
+        "alpaca": {"instruction": "a", "output": "b", "text": "a b"},
+        "text": {"text": "a", "url": "u", "meta": {"id": 1}},
+    }
+    assert set(rows) == set(rows_module.FORMATS)
+    assert {form: form_of(row) for form, row in rows.items()} == {form: form for form in rows}
+    assert normalise(rows["text"]) == {"text": "a"} and ignored_columns(rows["text"]) == {"url", "meta"}
+    assert describe({"alpaca": 73, "messages": 7400}) == "messages 7,400 rows, alpaca 73"
+    assert describe({"text": 1}) == "text 1 row" and describe({}) == "no rows"
+
+
+def test_messages_hold_no_sample_text():
+    secret = "the patient's name is " + "x" * 100
+    rows = [
+        {"messages": [{"role": secret, "content": "a"}]},
+        {"messages": [{"role": [secret], "content": "a"}]},
+        {"conversations": [{"from": secret, "value": "a"}]},
+        {"messages": [{"role": "user", "content": "a", "weight": secret}]},
+        {"messages": [{"role": "user", "content": {secret: 1}}]},
+        {f"{secret}{number}": 1 for number in range(500)},
+    ]
+    for row in rows:
+        with pytest.raises(BadRow) as bad:
+            normalise(row)
+        assert secret not in str(bad.value) and len(str(bad.value)) < 1500
+
+
 def test_weights_of_zero_and_one_and_empty_columns_are_taken():
     for weight in (0, 1, 0.0, 1.0, True):
         messages = [*turns("a"), {"role": "assistant", "content": "b", "weight": weight}, *turns("c", "d")]
@@ -409,8 +537,16 @@ def test_faults_of_files_are_errors_that_name_the_file(tmp_path):
     damaged = write(tmp_path, "b.parquet", b"PAR1" + b"\xff" * 60 + whole[64:])
     with pytest.raises(ValueError, match="b.parquet"):
         list(read(damaged, "train"))
-    with pytest.raises(ValueError, match="c.csv"):
-        list(read(write(tmp_path, "c.csv", b'"prompt,completion\na,b\n'), "train"))
+    for name, content, message in [
+        ("c.csv", b'"prompt,completion\na,b\n', "c.csv:1: not valid CSV"),
+        ("d.csv", b'prompt,completion\na,b\nc,"d\ne,f\n', "d.csv:3: not valid CSV .* cannot be read beyond this row"),
+        ("e.csv", b'prompt,completion\na,b\nc,"d" e\nf,g\n', "e.csv:3: not valid CSV"),
+        ("f.csv", b"prompt,completion,prompt\na,b,c\n", "f.csv has more than one column named 'prompt'"),
+        ("g.csv", b"caf\xe9,completion\na,b\n", "g.csv has column names that are not UTF-8"),
+    ]:
+        for policy in ("stop", "skip"):
+            with pytest.raises(ValueError, match=f"^dataset_name: .*{message}"):
+                collect(write(tmp_path, name, content), "train", dict, policy)
     number = b'{"messages": ' + b"9" * 5000 + b"}"
     for name, content in (("n.jsonl", GOOD + b"\n" + number), ("n.json", b"[" + GOOD + b"," + number + b"]")):
         rows = list(read(write(tmp_path, name, content), "train"))
@@ -426,6 +562,20 @@ def test_errors_name_the_field_of_the_source(tmp_path):
     for policy in ("stop", "skip"):
         with pytest.raises(ValueError, match="^eval_dataset_name"):
             collect(bad, "train", dict, policy, **field)
+
+
+def test_a_source_brings_its_columns_and_its_name(tmp_path):
+    path = write(tmp_path, "a.jsonl", [GSM8K | {"id": 1}, {"question": "2?", "answr": "2"}])
+    source = Source(path=path, field="datasets[2]", columns={"prompt": "question", "completion": "answer"})
+    kept, report = collect(source, None, dict, "skip")
+    assert kept == [{"prompt": "1 + 1?", "completion": "2"}] and report.ignored == {"id"}
+    assert report.reasons == {"missing_column": 1} and report.first[0].startswith(
+        f"{path}:2: there is no column 'answer'"
+    )
+    with pytest.raises(ValueError, match=r"^datasets\[2\] .*a.jsonl' has rows that cannot be used"):
+        collect(source, None, dict, "stop")
+    with pytest.raises(ValueError, match=r"^datasets\[2\].format"):
+        read(Source(path=path, field="datasets[2]", format="alpacca"))
 
 
 def test_collect_counts_and_decides(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oneloop import config, fingerprint, sources
-from oneloop.data import files
+from oneloop.data import rows
 from oneloop.sources import BaseModel
 from tests import tiny
 from tests.equivalence import launcher, scenario
@@ -364,7 +364,7 @@ def test_a_data_set_is_read_at_the_commit_that_is_recorded(cache, monkeypatch):
     in_cache(cache, "org/rows", kind="datasets")
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda name, **options: asked.append((name, options)) or ROWS)
-    assert len(list(files.read("org/rows", "train"))) == 1
+    assert len(list(rows.read("org/rows", "train"))) == 1
     assert asked == [("org/rows", {"split": "train", "revision": COMMIT})]
     in_cache(cache, "org/rows", LATER, kind="datasets")
     recipe = scenario.load_recipe(scenario.ROOT / "recipes" / "sft.py")

@@ -7,26 +7,32 @@ turns cannot be placed is refused; it is never trained on everything or on nothi
 """
 
 import re
-from functools import lru_cache
 from operator import contains
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from oneloop.data import pieces
+from oneloop.data.controls import controls_of, end_of_turn_token, mark_control_tokens
 from oneloop.data.files import BadRow
-from oneloop.data.spans import (
-    Span,
-    assistant_spans,
-    is_closed,
-    marks_for,
-    refuse_lost_parts,
-    render,
-    render_or_none,
-    toy_conversations,
-)
+from oneloop.data.pieces import IGNORE_INDEX
+from oneloop.data.rendering import Span, compile_template, most_characters, render
+from oneloop.data.spans import assistant_spans, is_closed, refuse_lost_parts
 
-IGNORE_INDEX = -100
-LOOKS_LIKE_CONTROL = re.compile(r"<\|.+\|>|<\uff5c.+\uff5c>")
 Token = tuple[int, int, int]  # id, start, end
+
+
+class Rendered(NamedTuple):
+    """A conversation as the template writes it, with what is needed to find its turns in that text."""
+
+    text: str
+    messages: list[dict]
+    tools: list | None
+    weights: list[int]
+    """1 or 0 for each assistant turn: learnt, or context."""
+    marked: str | None
+    """The rendering with marks for replies, see `refuse_lost_parts`."""
+    limit: int
+    """Characters that any further rendering of the row may have."""
 
 
 def load_template(tokenizer, path: str | None) -> None:
@@ -35,7 +41,6 @@ def load_template(tokenizer, path: str | None) -> None:
     Raises ValueError, naming `chat_template`, when the file cannot be read or is no valid template.
     """
     import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
 
     if path is not None:
         file = Path(path)
@@ -50,36 +55,14 @@ def load_template(tokenizer, path: str | None) -> None:
                 f"chat_template {shown!r} is not a file that can be read ({reason}): give the path of a Jinja template"
             ) from error
         try:
-            # No conversation is rendered: this only compiles, since any made-up one may be against its rules.
-            render_jinja_template([], chat_template=template)
+            # No conversation is rendered, since any made-up one may be against its rules.
+            compile_template(template)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat_template {path!r}, line {error.lineno}: {error.message}") from error
+        except ValueError as error:
+            raise ValueError(f"chat_template {path!r}: {error}") from error
         tokenizer.chat_template = template
     mark_control_tokens(tokenizer)
-
-
-def mark_control_tokens(tokenizer) -> None:
-    """Make the added tokens that structure a conversation special, where the tokenizer's author forgot to.
-
-    Only a special token can be told from the same words in a message. Such tokens are those that look like one
-    (`<|...|>`), and those the template itself writes around plain turns. Paired tags (`<think>`, `</think>`) are left:
-    they are part of what the model says, and would disappear from decoded replies.
-    """
-    from tokenizers import AddedToken
-
-    added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-    chats = [[*turns, turns[-2]] for turns in toy_conversations("a")] if tokenizer.chat_template else []
-    shown = next(filter(None, (render_or_none(tokenizer, turns, None) for turns in chats)), "")
-    found = []
-    for text, token in added.items():
-        paired = {text.replace("<", "</", 1), text.replace("</", "<", 1)} - {text} & set(added)
-        written = re.fullmatch(r"<.+>|\[.+\]", text) and text in shown and not paired
-        if not token.special and (LOOKS_LIKE_CONTROL.fullmatch(text) or written):
-            rules = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
-            found.append(AddedToken(text, special=True, normalized=False, **rules))
-    if found:
-        tokenizer.add_tokens(found, special_tokens=True)
-        _end_of_turn.cache_clear()
 
 
 def encode_messages(
@@ -99,44 +82,70 @@ def encode_messages(
     control token inside a message stays text. Labels cover each assistant turn as rendered and the special token that
     closes it, never the header; turns with `weight: 0` are context. A token is a target only if all of it is.
 
+    Under `truncation` "split" the row is returned uncut, for `pieces.fit`.
+
     Raises BadRow for a row the template refuses or whose turns cannot be placed, ValueError without a template.
     """
-    _check_tokenizer(tokenizer)
+    row = render_row(tokenizer, messages, tools, max_length)
+    tokens, places = _tokenise(tokenizer, row, split_special_tokens)
+    input_ids = [token for token, *_ in tokens]
+    ends_unclosed = is_unclosed(row, places)
+    if assistant_only_loss:
+        spans = reply_spans(tokenizer, row, places)
+        labels = _labels(tokens, spans)
+        _refuse_unknown(tokenizer, row.text, tokens, labels)
+    else:
+        labels = list(input_ids)
+        _refuse_unknown(tokenizer, row.text, tokens, labels)
+    if ends_unclosed:
+        input_ids.append(eos_id(tokenizer))
+        is_learnt = row.weights[-1] or not assistant_only_loss
+        labels.append(input_ids[-1] if is_learnt else IGNORE_INDEX)
+    return _cut(input_ids, labels, max_length, truncation)
+
+
+def render_row(tokenizer, messages: list[dict], tools: list | None, max_length: int) -> Rendered:
+    """Render a conversation, and refuse one of which the template leaves out a part.
+
+    `max_length` only bounds the rendering, see `most_characters`. Raises BadRow, ValueError without a template.
+    """
+    check_tokenizer(tokenizer)
     if not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template, which messages need: name a Jinja file by --chat_template"
         )
     weights = [m.get("weight", 1) for m in messages if m["role"] == "assistant"]
     messages = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
-    text = render(tokenizer, messages, tools)
-    marked = refuse_lost_parts(tokenizer, text, messages, tools)
-    tokens, controls = _tokenise(tokenizer, text, messages, tools, split_special_tokens)
+    limit = most_characters(messages, tools, max_length)
+    text = render(tokenizer, messages, tools, limit=limit)
+    refuse_surrogates(text)
+    marked = refuse_lost_parts(tokenizer, text, messages, tools, limit)
+    return Rendered(text, messages, tools, weights, marked, limit)
 
+
+def is_unclosed(row: Rendered, places: list[Span]) -> bool:
+    """Whether the row ends with a reply that no token ends; `places` are those of the tokens that can end a turn."""
     # An end token is the tokenizer's own only where the template writes none; never two.
-    unclosed = messages[-1]["role"] == "assistant" and not is_closed(text, (0, len(text)), controls)
-    input_ids = [token for token, *_ in tokens]
-    if not assistant_only_loss:
-        _refuse_unknown(tokenizer, text, tokens, input_ids)
-        input_ids += [_eos_id(tokenizer)] * unclosed
-        return _cut(input_ids, list(input_ids), max_length, truncation)
+    return row.messages[-1]["role"] == "assistant" and not is_closed(row.text, (0, len(row.text)), places)
 
+
+def reply_spans(tokenizer, row: Rendered, places: list[Span]) -> list[Span]:
+    """Return (start, end) in the text of each reply that is learnt, end of turn included.
+
+    Raises BadRow where the turns cannot be placed.
+    """
     # Behind a reply may stand the token that opens the next turn: only one known to end turns is learnt.
     names = {end_of_turn_token(tokenizer), tokenizer.eos_token}
-    ends = [(start, end) for start, end in controls if text[start:end].strip() in names]
-    spans = assistant_spans(tokenizer, text, messages, tools, ends, marked)
-    if len(spans) != len(weights) and not all(weights):
+    ends = [(start, end) for start, end in places if row.text[start:end].strip() in names]
+    spans = assistant_spans(tokenizer, row.text, row.messages, row.tools, ends, row.marked, row.limit)
+    if len(spans) != len(row.weights) and not all(row.weights):
         raise BadRow("template_unclear", "the template's generation markers do not match the turns that have `weight`")
-    if unclosed:
+    if is_unclosed(row, places):
         # Whatever the template writes after the last reply must be learnt too, or the model never gets to its end.
-        spans[-1] = (spans[-1][0], len(text))
-    if not all(weights):
-        spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
-    labels = _labels(tokens, spans)
-    _refuse_unknown(tokenizer, text, tokens, labels)
-    if unclosed:
-        input_ids.append(_eos_id(tokenizer))
-        labels.append(input_ids[-1] if weights[-1] else IGNORE_INDEX)
-    return _cut(input_ids, labels, max_length, truncation)
+        spans[-1] = (spans[-1][0], len(row.text))
+    if not all(row.weights):
+        spans = [span for span, weight in zip(spans, row.weights, strict=True) if weight]
+    return spans
 
 
 def encode_text(
@@ -156,9 +165,10 @@ def encode_text(
 
     Raises BadRow for a row without a target or over `max_length`, ValueError for a tokenizer without an end token.
     """
-    _check_tokenizer(tokenizer)
-    eos = _eos_id(tokenizer)
+    check_tokenizer(tokenizer)
+    eos = eos_id(tokenizer)
     text = prompt + completion
+    refuse_surrogates(text)
     encoding = tokenizer(text, return_offsets_mapping=True, split_special_tokens=split_special_tokens, verbose=False)
     input_ids = list(encoding["input_ids"])
     from_text = [sequence is not None for sequence in encoding.sequence_ids(0)]
@@ -174,36 +184,52 @@ def encode_text(
     return _cut(input_ids, labels if assistant_only_loss else list(input_ids), max_length, truncation)
 
 
-def end_of_turn_token(tokenizer) -> str | None:
-    """Return the special token with which the template closes an assistant turn, or None if it writes none.
+def encode_document(
+    tokenizer, text: str, *, split_special_tokens: bool = True, max_length: int, truncation: str
+) -> dict[str, list[int]]:
+    """Return `{"input_ids": (T,), "labels": (T,)}` of a text that is learnt as a whole.
 
-    None as well where the template refuses each conversation made up to find out.
+    It has one start token if the tokenizer adds one, and one end token, whatever the text itself begins or ends with.
 
-    It is where generation must stop; it often differs from `tokenizer.eos_token`.
+    Raises BadRow("empty_text") for nothing but white space, ValueError for a tokenizer without an end token.
     """
-    return _end_of_turn(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token, tokenizer.bos_token)
+    check_tokenizer(tokenizer)
+    refuse_unreadable(text)
+    eos, bos = eos_id(tokenizer), tokenizer.bos_token_id
+    encoding = tokenizer(text, return_offsets_mapping=True, split_special_tokens=split_special_tokens, verbose=False)
+    input_ids = list(encoding["input_ids"])
+    _refuse_unknown(tokenizer, text, _tokens(encoding, text), input_ids)
+    while len(input_ids) > 1 and input_ids[0] == input_ids[1] == bos:
+        del input_ids[0]
+    while input_ids and input_ids[-1] == eos:
+        del input_ids[-1]
+    input_ids.append(eos)
+    return _cut(input_ids, list(input_ids), max_length, truncation)
 
 
-@lru_cache(maxsize=8)
-def _end_of_turn(tokenizer, template: str, eos: str | None, bos: str | None) -> str | None:
-    # Asked for each row; all but the tokenizer are here for the cache.
-    if not tokenizer.chat_template:
-        return None
-    mark = marks_for("", 1)[0]
-    for turns in toy_conversations(mark):
-        rendering = render_or_none(tokenizer, turns, None)
-        if rendering is not None:
-            rest = rendering.partition(mark)[2].lstrip()
-            return next((token for token in _closing_tokens(tokenizer) if rest.startswith(token)), None)
-    return None
+def refuse_unreadable(text: str) -> None:
+    """Raise BadRow for a document of which nothing can be learnt."""
+    if not text.strip():
+        raise BadRow("empty_text", "the text is empty")
+    refuse_surrogates(text)
 
 
-def _check_tokenizer(tokenizer) -> None:
+def refuse_surrogates(text: str) -> None:
+    """Raise BadRow for half of a surrogate pair, on which a tokenizer fails with a type error."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRow("lone_surrogate", "holds half of a surrogate pair (\\ud800 to \\udfff), not a character") from None
+
+
+def check_tokenizer(tokenizer) -> None:
+    """Raise ValueError for a tokenizer whose tokens have no place in the text."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} gives no character offsets: labels need a fast tokenizer")
 
 
-def _eos_id(tokenizer) -> int:
+def eos_id(tokenizer) -> int:
+    """Return the id of the token that ends a row. Raises ValueError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos_token, so a row cannot be ended: set one in its configuration")
     return tokenizer.eos_token_id
@@ -221,22 +247,15 @@ def _tokens(encoding, text: str) -> list[Token]:
     return tokens
 
 
-def _control_tokens(tokenizer) -> dict[str, int]:
-    """Return text and id of the control tokens, longest first, since a regular expression takes the first that fits."""
-    added = {str(token): (id_, token.special) for id_, token in tokenizer.added_tokens_decoder.items()}
-    found = {text: id_ for text, (id_, special) in added.items() if special or LOOKS_LIKE_CONTROL.fullmatch(text)}
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
-
-
-def _tokenise(tokenizer, text: str, messages: list, tools: list | None, split: bool) -> tuple[list[Token], list[Span]]:
+def _tokenise(tokenizer, row: Rendered, split: bool) -> tuple[list[Token], list[Span]]:
     """Return the tokens of `text`, and the places of the control tokens the template itself wrote.
 
     To tell those from the same words inside a message, the row is rendered again with each such word in its data
     replaced by as many characters of a kind that occurs nowhere. All else is in the same place then, and whatever
     control token is left is the template's.
     """
-    controls = _control_tokens(tokenizer)
-    pattern = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
+    text, messages, tools = row.text, row.messages, row.tools
+    pattern, names, closing = controls_of(tokenizer)
 
     def encode(piece: str, as_text: bool = False) -> list[Token]:
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
@@ -246,16 +265,14 @@ def _tokenise(tokenizer, text: str, messages: list, tools: list | None, split: b
     filler = next(character for character in map(chr, range(0xE000, 0xF8FF)) if character not in text)
     blank_messages, blank_tools = _replace(pattern, filler, [messages, tools])
     if (blank_messages, blank_tools) != (messages, tools):
-        blank = render(tokenizer, blank_messages, blank_tools)
+        blank = render(tokenizer, blank_messages, blank_tools, limit=row.limit)
         # What has changed must be control text, and nothing else may have moved.
         expected = zip(text, _replace(pattern, filler, text), strict=True)
         if len(blank) != len(text) or not all(map(contains, expected, blank)):
             raise BadRow("template_unclear", "the template treats text that spells a control token in a way of its own")
     tokens = encode(blank)
     # A token for unknown text has an id of this kind, and is no control token unless its own name stands there.
-    names = {id_: name for name, id_ in controls.items()}
     is_control = [blank[start:end].strip() == names.get(token) for token, start, end in tokens]
-    closing = set(_closing_tokens(tokenizer).values())
     places = [
         (start, end) for (token, start, end), is_ in zip(tokens, is_control, strict=True) if is_ and token in closing
     ]
@@ -301,12 +318,6 @@ def _replace(pattern: re.Pattern, filler: str, value: Any) -> Any:
     return pattern.sub(lambda match: filler * len(match[0]), value) if isinstance(value, str) else value
 
 
-def _closing_tokens(tokenizer) -> dict[str, int]:
-    """Return the control tokens that can end a turn; a start token opens the next one, unless both are the same."""
-    opening = {tokenizer.bos_token, tokenizer.unk_token} - {tokenizer.eos_token}
-    return {token: id_ for token, id_ in _control_tokens(tokenizer).items() if token not in opening}
-
-
 def _labels(tokens: list[Token], spans: list[Span]) -> list[int]:
     """Return a token's id where all its characters lie in one of the spans (in order, apart), else -100."""
     labels, current = [], 0
@@ -330,14 +341,8 @@ def _refuse_unknown(tokenizer, text: str, tokens: list[Token], labels: list[int]
 
 
 def _cut(input_ids: list[int], labels: list[int], max_length: int, truncation: str) -> dict[str, list[int]]:
-    # The first token is predicted from nothing, so a label there is no target.
-    if all(label == IGNORE_INDEX for label in labels[1:]):
-        raise BadRow("no_target", "no token of the row is a target")
-    length = len(input_ids)
-    if length > max_length and truncation == "drop":
-        raise BadRow("too_long", f"{length} tokens are over max_length {max_length}, and truncation is 'drop'")
-    input_ids, labels = input_ids[:max_length], labels[:max_length]
-    if all(label == IGNORE_INDEX for label in labels[1:]):
-        raise BadRow("no_target_left", f"of {length} tokens, none within max_length {max_length} is a target")
-    cut = {"num_cut": length - max_length} if length > max_length else {}
-    return {"input_ids": input_ids, "labels": labels} | cut
+    row = {"input_ids": input_ids, "labels": labels}
+    if truncation != "split":
+        return pieces.fit(row, max_length, truncation)[0]
+    pieces.refuse_without_target(row)
+    return row

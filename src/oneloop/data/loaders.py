@@ -8,9 +8,12 @@ position of its own that differs with the world size (accelerate 1.15, `data_loa
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import math
+import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,105 +21,100 @@ from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from oneloop import schedule, watchdog
-from oneloop.data import sampling
-from oneloop.losses import IGNORE_INDEX
+from oneloop.data import packing, sampling
+from oneloop.data.batches import Batch, collate, collate_packed, to_device
+from oneloop.data.rowsets import InMemory, RowSet
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from oneloop.config import RecipeConfig
 
-Batch = dict[str, torch.Tensor]
+_NOT_COMPARED = ("data_cache_dir",)  # each node may have its own
 
 
-def compact(row: dict) -> dict:
-    """Hold a row's token lists as (T,) int32 arrays: 4 bytes a token instead of some 24."""
-    return {key: np.asarray(value, np.int32) if isinstance(value, list) else value for key, value in row.items()}
-
-
-def check_same_on_all_ranks(accelerator: Accelerator, rows: list[dict], config: RecipeConfig) -> str:
+def check_same_on_all_ranks(accelerator: Accelerator, fingerprint: str, config: RecipeConfig) -> None:
     """Stop when ranks would train on different rows or settings, each sure of itself: a node with another version of
     a file makes rows be missed or repeated, or ranks wait for one that has finished.
 
-    Returns the rows' sha256, by which a run that continues knows them. Raises ValueError on every rank.
+    fingerprint: of the training rows. Raises ValueError on every rank.
     """
-    digest = hashlib.sha256()
-    for row in rows:
-        ids, labels = (np.ascontiguousarray(row[name], "<i4") for name in ("input_ids", "labels"))
-        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
-    everyone = gather_object([(digest.hexdigest(), repr(dataclasses.asdict(config)))])
+    settings = dataclasses.asdict(config)
+    for name in _NOT_COMPARED:
+        settings.pop(name, None)
+    everyone = gather_object([(fingerprint, repr(settings))])
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
         raise ValueError(
-            f"ranks {different} read other training rows or settings than rank 0. Check that {config.dataset_name!r}, "
-            "the tokenizer and the config file are the same on every node."
+            f"ranks {different} read other training rows or settings than rank 0. Check that the training data, the "
+            "tokenizer and the config file are the same on every node."
         )
-    return digest.hexdigest()
 
 
-def collate(rows: list[dict[str, list[int]]], pad_token_id: int) -> Batch:
-    """Pad rows on the right to the longest of them.
+class Place(NamedTuple):
+    """Where a step begins."""
 
-    rows: dicts with `input_ids` and `labels`, equally long lists or arrays of int. Returns `input_ids`,
-    `attention_mask` and `labels`, each (B, T) int64, `lengths` (B,) int64, the tokens of each row, and
-    `target_positions` (M,) int64, where in the flattened (B * T) positions the next token carries a loss: found here
-    on the host, since a device would have to be waited for. Padding is
-    known by length, never by token id: an end-of-turn token that doubles as the padding token keeps its label. No rows
-    give one row of one token without label, so that a rank without data still runs the same forward and backward
-    passes as the others; its length is given as 0.
-    """
-    lengths = [len(row["input_ids"]) for row in rows] or [0]
-    if not rows:
-        rows = [{"input_ids": [pad_token_id], "labels": [IGNORE_INDEX]}]
-    shape = (len(rows), max(len(row["input_ids"]) for row in rows))
-    batch = {
-        "input_ids": torch.full(shape, pad_token_id),
-        "attention_mask": torch.zeros(shape, dtype=torch.int64),
-        "labels": torch.full(shape, IGNORE_INDEX),
-        "lengths": torch.tensor(lengths),
-    }
-    for i, row in enumerate(rows):
-        length = len(row["input_ids"])
-        batch["input_ids"][i, :length] = torch.as_tensor(row["input_ids"])
-        batch["attention_mask"][i, :length] = 1
-        batch["labels"][i, :length] = torch.as_tensor(row["labels"])
-    has_target = torch.nn.functional.pad(
-        batch["labels"][:, 1:] != IGNORE_INDEX, (0, 1)
-    )  # the last one predicts nothing
-    batch["target_positions"] = has_target.flatten().nonzero()[:, 0]
-    return batch
+    step: int
+    epoch: int
+    position: int
+
+
+_START = Place(0, 0, 0)
+
+
+class Step(NamedTuple):
+    """What one rank does in an optimizer step."""
+
+    row_ids: np.ndarray
+    """Rows of the step over all ranks."""
+    micro_batches: list[np.ndarray]
+    """Of them, those of each micro-batch of this rank."""
+    batches: list[Batch]
+    """The same as tensors on the host."""
+    seeds: list[int]
+    """What torch is seeded with before each."""
 
 
 class TrainLoader:
-    """Yields the micro-batches of one optimizer step after the other; where to start is the caller's `Progress`."""
+    """Yields the micro-batches of one optimizer step after the other; where to start is the caller's `Progress`.
 
-    def __init__(self, rows: list[dict], accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
-        self.fingerprint = check_same_on_all_ranks(accelerator, rows, config)
-        """sha256 of the tokenised rows in their order in the file."""
+    The next step's batches are made while this one is computed.
+    """
+
+    def __init__(self, rows: RowSet | list[dict], accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
+        rows = rows if isinstance(rows, RowSet) else RowSet([InMemory(rows)])
+        check_same_on_all_ranks(accelerator, rows.fingerprint, config)
+        self.fingerprint = rows.fingerprint
+        """sha256 of the tokenised rows in their order in the files."""
         self.rows = rows
-        self.lengths = np.array([len(row["input_ids"]) for row in rows])
-        self.global_batch_size = config.global_batch_size
         self.seed, self.shuffle = config.seed, config.shuffle
+        self.step_size = config.global_batch_size
+        self.counts_tokens = config.batch_unit == "tokens"
+        self.block_length = config.max_length if config.packing else None
+        self.is_flat = "flash" in (config.attn_implementation or "")
         self.layout = {
             "rank": accelerator.process_index,
             "world_size": accelerator.num_processes,
             "per_device_batch_size": config.per_device_batch_size,
-            "accumulation_steps": accelerator.gradient_accumulation_steps,
         }
         self.device = accelerator.device
         self.shows = accelerator.is_main_process
         self.pad_token_id = pad_token_id
+        self.wait_seconds = 0.0
+        """Time in which the loop has waited for batches, since the meter read it."""
         self.last_row_ids: list[int] = []
         """Row numbers (into `rows`) of the newest step over all ranks; for tests, logs and fault reports."""
         self.last_micro_batches: list[np.ndarray] = []
         """The same of this rank alone, micro-batch by micro-batch."""
         self.last_seeds: list[int] = []
         """What torch is seeded with before each of these; see `MicroBatches`."""
+        self._order = (-1, np.empty(0, np.int64))
+
+    # --- the length of a run ------------------------------------------------------------------------------------------
 
     def progress_from_start(self, config: RecipeConfig) -> sampling.Progress:
         """The beginning of a run over these rows, with its length."""
-        per_epoch = schedule.steps_per_epoch(len(self.rows), self.global_batch_size)
-        total_steps = schedule.total_steps(config.max_steps, config.num_train_epochs, per_epoch)
+        total_steps = self.total_steps(config)
         warmup_steps = schedule.warmup_steps(config, total_steps)
         if warmup_steps >= total_steps:
             raise ValueError(
@@ -125,39 +123,122 @@ class TrainLoader:
             )
         return sampling.Progress(total_steps=total_steps)
 
+    def total_steps(self, config: RecipeConfig, start: tuple[int, int, int] = _START) -> int:
+        """Optimizer steps of a run that has come to `start` (step, epoch, position), in steps of whatever size."""
+        start = Place(*start)
+        if config.max_steps > 0:
+            return config.max_steps
+        if not self.counts_tokens:
+            per_epoch = schedule.steps_per_epoch(len(self.rows.order), self.step_size)
+            if start == _START:
+                return schedule.total_steps(config.max_steps, config.num_train_epochs, per_epoch)
+            epochs = config.num_train_epochs - start.epoch  # of which `position` rows are done
+            left = min(epochs, 1.0) * len(self.rows.order) - start.position
+            this_epoch = max(0, math.ceil(left / self.step_size))
+            return start.step + this_epoch + math.ceil(max(epochs - 1.0, 0.0) * per_epoch)
+        epochs, steps = Fraction(str(config.num_train_epochs)), start.step
+        for epoch in range(start.epoch, math.ceil(epochs)):
+            order = self._epoch_order(epoch)
+            done = start.position if epoch == start.epoch else 0
+            num_steps = sampling.num_steps(order, self.step_size, self.rows.lengths_of, done)
+            steps += math.ceil(min(epochs - epoch, Fraction(1)) * num_steps)
+        return max(1, steps)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
     def steps(self, progress: sampling.Progress) -> Iterator[MicroBatches]:
         """From `progress` on until its `total_steps`: this rank's micro-batches of each step.
 
         The caller moves on with `advance`, so that `progress.step` says how many steps are *done* wherever it is read.
         """
-        order_epoch, order = -1, np.empty(0)
         # None: shown on a terminal only; a log file gets the tracker's lines.
         bar = tqdm(total=progress.total_steps, initial=progress.step, unit="step", disable=None if self.shows else True)
-        while progress.step < progress.total_steps:
-            if order_epoch != progress.epoch:
-                order_epoch = progress.epoch
-                order = sampling.epoch_order(len(self.rows), self.seed, order_epoch, self.shuffle)
-            step_rows = order[progress.position : progress.position + self.global_batch_size]
-            assert len(step_rows), f"no rows at position {progress.position} of {len(order)}"
-            self.last_row_ids = step_rows.tolist()
-            # Rows of like length go together: less padding, and the ranks have equally much to do. Which rows make up
-            # the step is not touched, so neither is the result.
-            by_length = step_rows[np.argsort(self.lengths[step_rows], kind="stable")]
-            self.last_micro_batches = sampling.micro_batch_rows(by_length, **self.layout)
-            step = progress.step
-            self.last_seeds = sampling.micro_batch_seeds(self.seed, step, **self.layout)
-            watchdog.beat()
-            yield MicroBatches(zip(self.last_seeds, map(self._batch, self.last_micro_batches), strict=True))
-            assert progress.step == step + 1, "the loop did not call loader.advance(progress) once"
-            bar.update()
+        with ThreadPoolExecutor(1, thread_name_prefix="batches") as maker:
+            upcoming: tuple[Place, Future[Step]] | None = None
+            while progress.step < progress.total_steps:
+                place = Place(progress.step, progress.epoch, progress.position)
+                if upcoming is None or upcoming[0] != place:
+                    upcoming = place, maker.submit(self._step, place)
+                began = time.perf_counter()
+                step = upcoming[1].result()
+                self.wait_seconds += time.perf_counter() - began
+                after = self._after(place, len(step.row_ids))
+                upcoming = None
+                if after.step < progress.total_steps:
+                    upcoming = after, maker.submit(self._step, after)
+                self.last_row_ids, self.last_micro_batches = step.row_ids.tolist(), step.micro_batches
+                self.last_seeds = step.seeds
+                watchdog.beat()
+                batches = [to_device(batch, self.device) for batch in step.batches]
+                yield MicroBatches(zip(step.seeds, batches, strict=True))
+                assert progress.step == place.step + 1, "the loop did not call loader.advance(progress) once"
+                bar.update()
         bar.close()
 
     def advance(self, progress: sampling.Progress) -> None:
         """Count the step whose micro-batches were yielded last as done."""
-        progress.advance(len(self.last_row_ids), len(self.rows))
+        progress.advance(len(self.last_row_ids), len(self.rows.order))
 
-    def _batch(self, row_numbers: np.ndarray) -> Batch:
-        return to_device(collate([self.rows[i] for i in row_numbers], self.pad_token_id), self.device)
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows that an epoch visits, some perhaps more than once."""
+        return len(self.rows.order)
+
+    def metrics(self) -> dict[str, float]:
+        """What became of the training data's rows before the first step."""
+        counts = [part.report for part in self.rows.parts]
+        return {
+            "data/rows_rejected": float(sum(count.num_refused for count in counts)),
+            "data/rows_cut": float(sum(count.num_cut for count in counts)),
+        }
+
+    def state(self) -> dict:
+        """What a training state must hold beside the progress: nothing, as the order is a function of that."""
+        return {}
+
+    def restore(self, state: dict) -> None:
+        """Go on from what `state` returned."""
+
+    def _after(self, place: Place, num_rows: int) -> Place:
+        there = sampling.Progress(*place)
+        there.advance(num_rows, len(self.rows.order))
+        return Place(there.step, there.epoch, there.position)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            self._order = (epoch, self.rows.order.epoch(self.seed, epoch, self.shuffle))
+        return self._order[1]
+
+    def _step(self, place: Place) -> Step:
+        order = self._epoch_order(place.epoch)
+        lengths_of = self.rows.lengths_of if self.counts_tokens else None
+        row_ids = sampling.rows_of_step(order, place.position, self.step_size, lengths_of)
+        assert len(row_ids), f"no rows at position {place.position} of {len(order)}"
+        lengths = self.rows.lengths_of(row_ids)
+        if self.block_length is None:
+            # Rows of like length go together: less padding, and the ranks have equally much to do. Which rows make up
+            # the step is not touched, so neither is the result.
+            sequences = [row_ids[i : i + 1] for i in np.argsort(lengths, kind="stable")]
+        else:
+            each = self.layout["world_size"] * self.layout["per_device_batch_size"]
+            sequences = [row_ids[block] for block in packing.balanced(lengths, self.block_length, each)]
+        num_sequences = len(sequences) if self.block_length or self.counts_tokens else self.step_size
+        layout = self.layout | {"accumulation_steps": sampling.accumulation_of(num_sequences, **self._shape)}
+        numbers = sampling.micro_batch_rows(np.arange(len(sequences)), **layout)
+        mine = [[sequences[number] for number in chunk] for chunk in numbers]
+        batches = [self._batch(micro_batch) for micro_batch in mine]
+        flat = [np.concatenate([*micro_batch, np.empty(0, np.int64)]) for micro_batch in mine]
+        return Step(row_ids, flat, batches, sampling.micro_batch_seeds(self.seed, place.step, **layout))
+
+    @property
+    def _shape(self) -> dict[str, int]:
+        return {name: self.layout[name] for name in ("world_size", "per_device_batch_size")}
+
+    def _batch(self, sequences: list[np.ndarray]) -> Batch:
+        blocks = [[self.rows[i] for i in sequence] for sequence in sequences]
+        if self.block_length is None:
+            return collate([row for block in blocks for row in block], self.pad_token_id)
+        return collate_packed(blocks, self.pad_token_id, self.is_flat)
 
 
 class MicroBatches:
@@ -186,7 +267,7 @@ class MicroBatches:
 class EvalLoader:
     """One pass over all rows in order; every rank gets equally many batches, the last of them perhaps without rows."""
 
-    def __init__(self, rows: list[dict], accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
+    def __init__(self, rows: RowSet, accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
         self.rows = rows
         self.layout = {
             "rank": accelerator.process_index,
@@ -200,8 +281,3 @@ class EvalLoader:
         for row_numbers in sampling.even_batches(len(self.rows), **self.layout):
             watchdog.beat()
             yield to_device(collate([self.rows[i] for i in row_numbers], self.pad_token_id), self.device)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch. The tensors are small integers, so pinning them would cost more than it hides."""
-    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

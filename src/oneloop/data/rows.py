@@ -1,16 +1,31 @@
 """Turns the known forms of rows into one, and counts every row that cannot be used and everything left out of one."""
 
+import difflib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from oneloop.data.files import BadRow, parse_json, read, without_nulls
+from oneloop.data import files, readers
+from oneloop.data.files import BadRow, shown
+from oneloop.data.turns import column_text, messages_of, refuse_system, tools_of, with_system
+from oneloop.mixture import Source
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-SHAREGPT_TOOL_ROLES = ("tool", "function_call", "observation", "function", "function_response")
-KNOWN_FORMS = "`messages`, `conversations`, `prompt` + `completion`, `instruction` + `output` (`input`, `system`)"
+FORMATS = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+"""Form of a row -> the columns it must have. Where a row has those of several, the first of them counts."""
+OPTIONAL_COLUMNS = ("system", "tools", "input")
+PREFERENCE_COLUMNS = ("chosen", "rejected", "label", "margin", "score_chosen", "score_rejected")
+KNOWN_FORMS = (
+    "`messages`, `conversations`, `prompt` + `completion`, `instruction` + `output` (`input`, `system`), `text` alone"
+)
 # Kinds the user asked for by `truncation: drop`: counted like the others, but never a reason to stop.
 DROP_KINDS = {"too_long"}
 # What other tools read a meaning into, and we do not: to go on without it would train on something else.
@@ -18,138 +33,194 @@ UNSUPPORTED_COLUMNS = {
     "history": "write the earlier turns as `messages`",
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "rows are text only"),
 }
-UNSUPPORTED_TURN_KEYS = ("loss", "train")
+# Some two million tokens: no model reads that many, and a tokenizer would be busy with it for minutes.
+MAX_CHARACTERS = 8_000_000
+# What columns of other files are called that hold the same: named in a message, never taken without being asked.
+_LIKE_PROMPT = ("question", "query", "problem", "instruction", "prompt", "input", "user", "q")
+_LIKE_COMPLETION = ("answer", "response", "completion", "output", "solution", "reply", "target", "assistant", "a")
+_LIKE_TEXT = ("content", "document", "article", "body", "raw_content", "story")
+_LIKE_MESSAGES = ("conversation", "dialogue", "dialog", "chat", "turns")
 
 
-def normalise(row: dict) -> dict:
-    """Return `{"messages": [...], "tools"?: [...]}` or, for raw text, `{"prompt": str, "completion": str}`.
+def normalise(row: dict, source: Source | None = None) -> dict:
+    """Return `{"messages": [...], "tools"?: [...]}` or, for raw text, `{"prompt": str, "completion": str}` or
+    `{"text": str}`.
 
-    The form is told by the columns that hold a value: a mixed file has all columns in each row. Other columns
-    are ignored, see `ignored_columns`. A message with `weight: 0` is context, not a target; the turns of a `prompt`
-    list get it here.
+    The form is `source.format`, or told by the columns that hold a value: a mixed file has all columns in each row.
+    `source.columns` gives columns of the file our names first. Other columns are ignored, see `ignored_columns`. A
+    message with `weight: 0` is context, not a target; the turns of a `prompt` list get it here.
 
-    Raises BadRow for a row of no known form, a role it cannot place, and a row without a reply.
+    Raises BadRow for a row of no known form, a role it cannot place, a row without a reply, and one of more than
+    MAX_CHARACTERS; ValueError for a source that `check` refuses.
     """
-    row = {name: value for name, value in row.items() if value is not None}
+    row = renamed(row, source)
+    form = _form(row, source)
     for name in UNSUPPORTED_COLUMNS:
         if row.get(name):
             raise BadRow("unsupported_field", f"column {name!r} cannot be used: {UNSUPPORTED_COLUMNS[name]}")
-    if "messages" in row or "conversations" in row:
-        messages = _messages(row.get("messages", row.get("conversations")))
-    elif "prompt" in row and "completion" in row:
+    if form == "text":
+        if not isinstance(row["text"], str):
+            raise BadRow("not_text", f"text is a {type(row['text']).__name__}: it must be one text")
+        if not row["text"].strip():
+            raise BadRow("empty_text", "the text is empty")
+        return of_bearable_size({"text": row["text"]})
+    if form in ("messages", "sharegpt"):
+        messages = messages_of(row[FORMATS[form][0]])
+    elif form == "prompt_completion":
         if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-            if row.get("system"):
-                raise BadRow("system_on_raw_text", "`system` has no place in a raw prompt: put it into the prompt")
+            refuse_system(row)
             if not row["completion"].strip():
                 raise BadRow("empty_reply", "the completion is empty")
-            return {"prompt": row["prompt"], "completion": row["completion"]}
+            return of_bearable_size({"prompt": row["prompt"], "completion": row["completion"]})
         if not isinstance(row["prompt"], list) or not isinstance(row["completion"], list):
             raise BadRow("mixed_forms", "prompt and completion must both be texts or both be lists of messages")
-        context = [m | {"weight": 0} if m["role"] == "assistant" else m for m in _messages(row["prompt"])]
-        messages = context + _messages(row["completion"])
-    elif "instruction" in row and "output" in row:
-        question = "\n\n".join(_column_text(row[name], name) for name in ("instruction", "input") if row.get(name))
-        answer = _column_text(row["output"], "output")
-        messages = _messages([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+        context = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages_of(row["prompt"])]
+        messages = context + messages_of(row["completion"])
     else:
-        raise BadRow("unknown_columns", f"columns found: {', '.join(sorted(row))}; known forms are {KNOWN_FORMS}")
-
-    if row.get("system"):
-        system = {"role": "system", "content": _column_text(row["system"], "system")}
-        if messages[0]["role"] != "system":
-            messages = [system, *messages]
-        elif messages[0]["content"] != system["content"]:
-            raise BadRow("two_systems", "the `system` column and the first turn give two different system texts")
+        question = "\n\n".join(column_text(row[name], name) for name in ("instruction", "input") if row.get(name))
+        answer = column_text(row["output"], "output")
+        messages = messages_of([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    messages = with_system(messages, row)
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages):
         raise BadRow("no_reply", "no assistant turn to learn from")
-    tools = parse_json(row["tools"]) if isinstance(row.get("tools"), str) and row["tools"] else row.get("tools")
-    return {"messages": messages, "tools": tools} if tools else {"messages": messages}
+    return of_bearable_size({"messages": messages, **tools_of(row)})
 
 
-def ignored_columns(row: dict) -> set[str]:
-    """Return the columns with a value that `normalise` makes no use of."""
-    if "messages" in row or "conversations" in row:
-        used = {"messages" if row.get("messages") is not None else "conversations", "system", "tools"}
-    elif "prompt" in row and "completion" in row:
-        used = {"prompt", "completion", "system"} | ({"tools"} if isinstance(row["prompt"], list) else set())
+def form_of(row: dict, source: Source | None = None) -> str:
+    """Return under which of FORMATS `normalise` reads the row. Raises BadRow as it does."""
+    return _form(renamed(row, source), source)
+
+
+def describe(counts: Mapping[str, int]) -> str:
+    """Return the forms found, as one line: {"messages": 7400, "alpaca": 73} -> "messages 7,400 rows, alpaca 73"."""
+    parts = [f"{form} {count:,}" for form, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    return ", ".join([f"{parts[0]} row{'s' * (max(counts.values()) != 1)}", *parts[1:]]) if parts else "no rows"
+
+
+def ignored_columns(row: dict, source: Source | None = None) -> set[str]:
+    """Return the columns with a value that `normalise` makes no use of, under the names the file has."""
+    ours = (source.columns or {}) if source else {}
+    values = renamed(row, source)
+    form = _form(values, source)
+    is_raw = form == "text" or (form == "prompt_completion" and isinstance(values["prompt"], str))
+    used = {*FORMATS[form], *(() if is_raw else ("system", "tools")), *(("input",) if form == "alpaca" else ())}
+    in_file = {ours.get(name, name) for name in used}
+    return {name for name, value in row.items() if value is not None and value != [] and name not in in_file}
+
+
+def check(source: Source, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> None:
+    """Raises ValueError, naming the entry, for a `format` or a name in `columns` that no form of rows has."""
+    if source.format is not None and source.format not in formats:
+        near = difflib.get_close_matches(source.format, formats, n=1)
+        raise ValueError(
+            f"{source.field}.format is {source.format!r}: "
+            + (f"did you mean {near[0]}?" if near else f"known are {', '.join(formats)}")
+        )
+    known = {name for names in formats.values() for name in names} | {*OPTIONAL_COLUMNS, *PREFERENCE_COLUMNS}
+    for name in source.columns or {}:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            turned = source.columns[name] in known
+            raise ValueError(
+                f"{source.field}.columns has {name!r}, which is no column of ours: "
+                + (f"write {source.columns[name]}: {name} (our name first)" if turned else "")
+                + ("" if turned else f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}")
+            )
+
+
+def renamed(row: dict, source: Source | None, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> dict:
+    """Return the columns that hold a value, under our names. Raises BadRow for a row without a column to be renamed."""
+    if source is None or (source.columns is None and source.format is None):
+        return {name: value for name, value in row.items() if value is not None}
+    check(source, formats)
+    ours = source.columns or {}
+    for our_name, name in ours.items():
+        if name not in row:
+            raise BadRow(
+                "missing_column",
+                f"there is no column {shown(name)}, which {source.field}.columns names for {our_name!r}; "
+                f"columns found: {names_of(row)}",
+            )
+    taken = {*ours, *ours.values()}
+    values = {name: value for name, value in row.items() if name not in taken}
+    values |= {our_name: row[name] for our_name, name in ours.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def chosen_form(row: dict, source: Source | None, formats: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Return the form of a row whose columns have our names: the one the source asks for, or the first whose columns
+    are all there; of those with a column that was renamed, if one was. None if there is none.
+
+    Raises BadRow for a row without the columns of the form asked for.
+    """
+    if source is not None and source.format is not None:
+        if missing := [name for name in formats[source.format] if name not in row]:
+            raise BadRow(
+                "missing_column",
+                f"{source.field}.format is {source.format}, but there is no {missing[0]!r}; columns found: "
+                f"{names_of(row)}",
+            )
+        return source.format
+    given = set(source.columns or {}) if source else set()
+    asked = {form: names for form, names in formats.items() if given & set(names)} or formats
+    return next((form for form, names in asked.items() if all(name in row for name in names)), None)
+
+
+def _form(row: dict, source: Source | None) -> str:
+    form = chosen_form(row, source, FORMATS)
+    if form == "text" and (source is None or not (source.format or source.columns)):
+        # Beside a half of another form, text may be anything: its rendering, a part of it, a note.
+        others = {name for names in FORMATS.values() for name in names} - {"text"} | {"chosen", "rejected"}
+        form = None if others & set(row) else form
+    if form is None:
+        raise BadRow(
+            "unknown_columns", f"columns found: {names_of(row)}; known forms are {KNOWN_FORMS}{_remedy(row, source)}"
+        )
+    return form
+
+
+def _remedy(row: dict, source: Source | None) -> str:
+    if "chosen" in row and "rejected" in row:
+        return ". These are pairs of answers: train them by a recipe that compares answers"
+    if source is not None and source.columns:
+        return ""
+    lower = {str(name).lower(): name for name in row}
+
+    def like(names: tuple[str, ...], kind: type) -> str | None:
+        return next((str(lower[name]) for name in names if name in lower and isinstance(row[lower[name]], kind)), None)
+
+    prompt, completion = like(_LIKE_PROMPT, str), like(_LIKE_COMPLETION, str)
+    if "instruction" in row and completion:
+        guess = f"output: {completion}"
+    elif prompt and completion:
+        guess = f"prompt: {prompt}, completion: {completion}"
+    elif messages := like(_LIKE_MESSAGES, list):
+        guess = f"messages: {messages}"
+    elif (text := like(_LIKE_TEXT, str)) and not prompt:
+        guess = f"text: {text}"
     else:
-        used = {"instruction", "input", "output", "system", "tools"}
-    return {name for name, value in row.items() if value is not None and value != [] and name not in used}
+        return ". Give its columns our names by `columns:` in the `datasets` list"
+    return f". If that is what they hold, write `columns: {{{guess}}}` in the `datasets` list"
 
 
-def _messages(turns: Any) -> list[dict]:
-    if isinstance(turns, str):
-        turns = parse_json(turns)
-    if not isinstance(turns, list):
-        raise BadRow("not_a_list", f"messages must be a list, this is a {type(turns).__name__}")
-    if not turns:
-        raise BadRow("empty", "the list of messages is empty")
-    return [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+def names_of(row: dict) -> str:
+    names = [str(name)[:40] for name in sorted(row, key=str)[:20]]
+    return ", ".join(names) + (f" and {len(row) - 20} more" if len(row) > 20 else "")
 
 
-def _message(turn: Any, number: int) -> dict:
-    if not isinstance(turn, dict):
-        raise BadRow("not_a_turn", f"turn {number} is a {type(turn).__name__}, not an object with role and content")
-    # An empty list of calls is how columnar storage writes "no calls".
-    turn = {key: value for key, value in turn.items() if value is not None and (key != "tool_calls" or value != [])}
-    for key in UNSUPPORTED_TURN_KEYS:
-        if key in turn:
-            raise BadRow("unsupported_field", f"turn {number} has {key!r}: mark a reply that is context by `weight: 0`")
-    if "weight" in turn and not (isinstance(turn["weight"], int | float) and turn["weight"] in (0, 1)):
-        raise BadRow("bad_weight", f"turn {number}: weight is {turn['weight']!r}; it must be 0 (context) or 1 (learnt)")
-    if "role" not in turn and "from" in turn:
-        turn = _from_sharegpt(turn, number)
-    role = turn.get("role")
-    if role not in ROLES:
-        raise BadRow("unknown_role", f"turn {number} has role {role!r}; known are {', '.join(ROLES)}")
-    # A tool call may come without content; templates print an absent key as nothing or as "None", so it is set.
-    if "content" not in turn and "tool_calls" not in turn:
-        raise BadRow("empty_reply" if role == "assistant" else "no_content", f"turn {number} ({role}) has no content")
-    turn["content"] = _text(turn.get("content", ""), f"turn {number} ({role})")
-    if role == "assistant" and "tool_calls" not in turn and not turn["content"].strip():
-        raise BadRow("empty_reply", f"turn {number} (assistant) is empty")
-    if "tool_calls" in turn:
-        if not isinstance(turn["tool_calls"], list):
-            raise BadRow("bad_tool_call", f"turn {number}: tool_calls is not a list")
-        turn["tool_calls"] = [_with_parsed_arguments(call, number) for call in turn["tool_calls"]]
-    return turn
-
-
-def _from_sharegpt(turn: dict, number: int) -> dict:
-    name = str(turn["from"])
-    if name in SHAREGPT_TOOL_ROLES:
-        remedy = "ShareGPT has no exact form for tools; write `messages` with tool_calls"
-        raise BadRow("tool_roles_in_sharegpt", f"turn {number} is from {name!r}: {remedy}")
-    if name not in SHAREGPT_ROLES:
-        raise BadRow("unknown_role", f"turn {number} is from {name!r}; known are {', '.join(SHAREGPT_ROLES)}")
-    kept = {"role": SHAREGPT_ROLES[name], "content": turn.get("value"), "weight": turn.get("weight")}
-    return without_nulls(kept)
-
-
-def _column_text(content: Any, name: str) -> str:
-    if isinstance(content, list) and any(isinstance(part, str) for part in content):
-        raise BadRow("not_text", f"{name}: a list of texts (several answers?); a column must be one text")
-    return _text(content, name)
-
-
-def _text(content: Any, name: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise BadRow("not_text", f"{name}: content must be text or a list of text parts")
-    return "".join(texts)
-
-
-def _with_parsed_arguments(call: Any, number: int) -> dict:
-    """Return the call with its arguments as an object: templates write them as JSON, and would quote a string twice."""
-    if not isinstance(call, dict):
-        raise BadRow("bad_tool_call", f"turn {number}: a tool call is a {type(call).__name__}, not an object")
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    return call | {"function": function | {"arguments": parse_json(function["arguments"] or "{}")}}
+def of_bearable_size(example: dict) -> dict:
+    num_characters, rest = 0, [example]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            num_characters += len(value)
+        else:
+            rest += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if num_characters > MAX_CHARACTERS:
+        raise BadRow(
+            "too_big", f"{num_characters:,} characters are more than a row may have ({MAX_CHARACTERS:,}): split it"
+        )
+    return example
 
 
 @dataclass
@@ -176,26 +247,66 @@ class Report:
         return text + (f"; ignored columns: {', '.join(sorted(self.ignored))}" if self.ignored else "")
 
 
+def read(
+    source: str | Source, split: str = "train", *, field: str = "dataset_name"
+) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yield `(where, row)` for all rows of a source, or of a path, with `where` as `path:line`.
+
+    Raises ValueError, naming the config's field, for a source that is neither there nor loadable, at once, and for one
+    without any row or with a damaged file.
+    """
+    if isinstance(source, str):
+        source = Source(path=source, split=split, field=field)
+    check(source)
+    found = files.find(source)
+    rows = _of_hub(source) if found is None else chain.from_iterable(_of_file(path, source) for path in found)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{source.field} {source.path!r} holds no row (split {source.split!r})")
+    return chain([first], rows)
+
+
+def _of_file(path: Path, source: Source) -> Iterator[tuple[str, dict | BadRow]]:
+    try:
+        for raw, _ in readers.read(path):
+            yield f"{path}:{raw.line}", readers.parse(raw.data)
+    except ValueError as error:
+        raise ValueError(f"{source.field}: {error}") from error
+
+
+def _of_hub(source: Source) -> Iterator[tuple[str, dict | BadRow]]:
+    for raw, _ in readers.read_hub(source):
+        yield f"{source.path}[{source.split}]:{raw.line}", raw.data
+
+
 def collect(
-    source: str, split: str, encode: Callable[[dict], Any], on_bad_row: str, *, field: str = "dataset_name"
+    source: str | Source,
+    split: str | None,
+    encode: Callable[[dict], Any],
+    on_bad_row: str,
+    *,
+    field: str = "dataset_name",
 ) -> tuple[list, Report]:
     """Read, normalise and encode all rows of a source; return the results in order, and the report.
 
     With `on_bad_row="stop"` the error comes after the last row, so that it names the kinds and numbers of the whole
     source instead of one row at a time. Rows of `DROP_KINDS` are counted and never stop a run. The key
-    `num_cut` of an encoded row is taken off and counted. Errors name the config's `field`.
+    `num_cut` of an encoded row is taken off and counted. `split` and `field`, the config's name for the source in
+    errors, go with a path; a Source has its own.
 
     Raises ValueError for bad rows under "stop", and always when no row is left.
     """
     if on_bad_row not in ("stop", "skip"):
         raise ValueError(f"on_bad_row must be 'stop' or 'skip', not {on_bad_row!r}")
+    if isinstance(source, str):
+        source = Source(path=source, split=split, field=field)
     kept, report, stopping = [], Report(), []
-    for where, row in read(source, split, field=field):
+    for where, row in read(source):
         report.num_read += 1
         try:
             if isinstance(row, BadRow):
                 raise row
-            encoded = encode(normalise(row))
+            encoded = encode(normalise(row, source))
         except BadRow as bad:
             report.reasons[bad.kind] += 1
             report.first.append(f"{where}: {bad}")
@@ -206,14 +317,17 @@ def collect(
         num_cut = encoded.pop("num_cut", 0) if isinstance(encoded, dict) else 0
         report.num_cut += num_cut > 0
         report.tokens_cut += num_cut
-        report.ignored |= ignored_columns(row)
+        report.ignored |= ignored_columns(row, source)
         kept.append(encoded)
     report.num_kept = len(kept)
     if stopping and on_bad_row == "stop":
         raise ValueError(
-            f"{field} {source!r} has rows that cannot be used ({report}):\n  " + "\n  ".join(stopping) + "\n"
-            "Correct them, or set `on_bad_row: skip` to train without them."
+            f"{source.field} {source.path!r} has rows that cannot be used ({report}):\n  "
+            + "\n  ".join(stopping)
+            + "\nCorrect them, or set `on_bad_row: skip` to train without them."
         )
     if not kept:
-        raise ValueError(f"{field} {source!r} leaves no row to use ({report}):\n  " + "\n  ".join(report.first))
+        raise ValueError(
+            f"{source.field} {source.path!r} leaves no row to use ({report}):\n  " + "\n  ".join(report.first)
+        )
     return kept, report

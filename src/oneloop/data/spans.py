@@ -9,41 +9,41 @@ from functools import lru_cache
 from typing import Any
 
 from oneloop.data.files import BadRow
+from oneloop.data.rendering import Span, render, render_with_replies
 
 # Keys that do not show in a turn's text beside its content; any other (reasoning, tool calls) is part of the reply.
 PLAIN_KEYS = {"role", "content", "name"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
-Span = tuple[int, int]
-
-
-def render(tokenizer, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
-    import jinja2
-
-    try:
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return tokenizer.apply_chat_template(messages, tools=tools, **options)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is not valid, line {error.lineno}: {error.message}") from error
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        # Its own exception, or a Python fault in an expression that was not written for such a row.
-        raise BadRow("template_refused", f"the chat template refuses the row: {error}") from error
-
 
 def render_or_none(tokenizer, messages: list[dict], tools: list | None, **options) -> str | None:
+    """Render what was made of a row; None where the template refuses it, which says nothing about the row itself."""
     try:
         return render(tokenizer, messages, tools, **options) if messages else None
-    except BadRow:
-        # A made-up conversation may break a rule the real one keeps; that says nothing about the row.
+    except BadRow as bad:
+        if bad.kind == "template_runaway":
+            # Each further attempt would take as long.
+            raise
         return None
 
 
-def refuse_lost_parts(tokenizer, text: str, messages: list[dict], tools: list | None) -> str | None:
+def render_toy(tokenizer, messages: list[dict], **options) -> str | None:
+    """Render a made-up conversation; None where the template refuses it: it may break a rule that real ones keep."""
+    try:
+        return render(tokenizer, messages, None, **options)
+    except BadRow:
+        return None
+
+
+def refuse_lost_parts(
+    tokenizer, text: str, messages: list[dict], tools: list | None, limit: int | None = None
+) -> str | None:
     """Return the rendering in which a mark stands for each plain reply, after checking that no part of the row is lost.
 
     Each other content gets a mark behind it, and each called function one behind its name. All of them must show:
     a reply must not be learnt to a question, a system text or a tool's answer that the model never sees. One rendering
     serves for all this; more are needed only for tools, calls and reasoning. None where the template refuses the marks.
+    No rendering may be longer than `limit` characters.
 
     Raises BadRow("turn_lost"), naming the part and its turn.
     """
@@ -63,7 +63,7 @@ def refuse_lost_parts(tokenizer, text: str, messages: list[dict], tools: list | 
         if message.get("tool_calls"):
             message = message | {"tool_calls": [_with_mark(call, call_marks[index]) for call in message["tool_calls"]]}
         marked.append(message)
-    rendering = render_or_none(tokenizer, marked, tools)
+    rendering = render_or_none(tokenizer, marked, tools, limit=limit)
     if rendering is None:
         # A rule about the contents refuses the marks: then the contents themselves are looked for.
         expected = {m["content"].strip(): f"turn {at + 1} ({m['role']})" for at, m in enumerate(messages)}
@@ -81,11 +81,12 @@ def refuse_lost_parts(tokenizer, text: str, messages: list[dict], tools: list | 
         for keys in groups:
             without = {key: value for key, value in message.items() if key not in keys}
             if any(message.get(key) for key in keys) and (
-                render_or_none(tokenizer, [*messages[:index], without, *messages[index + 1 :]], tools) == text
+                render_or_none(tokenizer, [*messages[:index], without, *messages[index + 1 :]], tools, limit=limit)
+                == text
             ):
                 found = " and ".join(key for key in keys if message.get(key))
                 lost.append(f"{found} of turn {index + 1} ({message['role']})")
-    if tools and render_or_none(tokenizer, messages, None) == text:
+    if tools and render_or_none(tokenizer, messages, None, limit=limit) == text:
         lost.append("tools")
     if lost:
         raise BadRow("turn_lost", f"the chat template leaves out {', '.join(lost)}")
@@ -126,7 +127,13 @@ def _spans_at_once(text: str, messages: list[dict], turns: list[int], marked: st
 
 
 def assistant_spans(
-    tokenizer, text: str, messages: list[dict], tools: list | None, ends: list[Span], marked: str | None
+    tokenizer,
+    text: str,
+    messages: list[dict],
+    tools: list | None,
+    ends: list[Span],
+    marked: str | None,
+    limit: int | None = None,
 ) -> list[Span]:
     """Return (start, end) in `text` of each assistant turn, end of turn included, header excluded.
 
@@ -137,29 +144,26 @@ def assistant_spans(
         raise BadRow("no_reply", "no assistant turn to learn from")
     template = tokenizer.get_chat_template(tools=tools)
     if re.search(r"{%-?\s*generation\s*-?%}", template):
-        spans = _marked_spans(tokenizer, template, text, messages, tools)
+        spans = _marked_spans(tokenizer, text, messages, tools, limit)
     else:
         spans = _spans_at_once(text, messages, turns, marked)
-        spans = spans or [_span_of_turn(tokenizer, text, messages, tools, turn) for turn in turns]
+        spans = spans or [_span_of_turn(tokenizer, text, messages, tools, turn, limit) for turn in turns]
         lead = _lead(tokenizer, str(tokenizer.chat_template))
         spans = [(start - len(lead) if text[:start].endswith(lead) else start, end) for start, end in spans]
     return [_with_end(text, span, ends) for span in spans]
 
 
-def _marked_spans(tokenizer, template: str, text: str, messages: list[dict], tools: list | None) -> list[Span]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+def _marked_spans(tokenizer, text: str, messages: list[dict], tools: list | None, limit: int | None) -> list[Span]:
     # The places behind `return_assistant_tokens_mask`; the mask itself knows no characters, and counts a token that
     # is half header as reply.
-    options = {"chat_template": template, "return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
-    rendered, spans = render_jinja_template([messages], tools=tools, **options)
-    found = [(start, end) for start, end in spans[0] if end > start]
-    if not found or rendered[0] != text:
+    rendered, spans = render_with_replies(tokenizer, messages, tools, limit=limit)
+    found = [(start, end) for start, end in spans if end > start]
+    if not found or rendered != text:
         raise BadRow("template_unclear", "the template's generation markers enclose no assistant turn of this row")
     return found
 
 
-def _span_of_turn(tokenizer, text: str, messages: list[dict], tools: list | None, turn: int) -> Span:
+def _span_of_turn(tokenizer, text: str, messages: list[dict], tools: list | None, turn: int, limit: int | None) -> Span:
     """Find one turn by what stands before and after it when its content is replaced by a mark.
 
     A turn with more than content (tool calls, reasoning), or whose text the template rewrites, begins where the
@@ -168,19 +172,22 @@ def _span_of_turn(tokenizer, text: str, messages: list[dict], tools: list | None
     message = {key: messages[turn][key] for key in PLAIN_KEYS & set(messages[turn])} | {
         "content": marks_for(text, 1)[0]
     }
-    marked = render_or_none(tokenizer, [*messages[:turn], message, *messages[turn + 1 :]], tools)
+    marked = render_or_none(tokenizer, [*messages[:turn], message, *messages[turn + 1 :]], tools, limit=limit)
     pieces = (marked or "").split(message["content"])
     end = len(text) - len(pieces[-1]) if len(pieces) > 1 and text.endswith(pieces[-1]) else None
     plain = len(pieces) == 2 and not set(messages[turn]) - PLAIN_KEYS
     if plain and end is not None and text.startswith(pieces[0]) and len(pieces[0]) <= end:
         return len(pieces[0]), end
 
-    prompt = render_or_none(tokenizer, messages[:turn], tools, add_generation_prompt=True)
-    so_far = render_or_none(tokenizer, messages[: turn + 1], tools)
+    prompt = render_or_none(tokenizer, messages[:turn], tools, add_generation_prompt=True, limit=limit)
+    so_far = render_or_none(tokenizer, messages[: turn + 1], tools, limit=limit)
     if so_far is not None and text.startswith(so_far):
         end = len(so_far.rstrip())
     # A template that knows no prompt for a reply does not tell where, behind the header, the reply begins.
-    headless = prompt == render_or_none(tokenizer, messages[:turn], tools) and pieces[0][len(prompt or "") :].strip()
+    headless = (
+        prompt == render_or_none(tokenizer, messages[:turn], tools, limit=limit)
+        and pieces[0][len(prompt or "") :].strip()
+    )
     if prompt is None or end is None or headless or not text.startswith(prompt) or len(prompt) >= end:
         raise BadRow("template_unclear", f"turn {turn + 1} (assistant) cannot be placed in what the template renders")
     return len(prompt), end
@@ -195,8 +202,8 @@ def _lead(tokenizer, template: str) -> str:
     """
     mark = marks_for("", 1)[0]
     for turns in toy_conversations(mark):
-        whole, question = render_or_none(tokenizer, turns, None), render_or_none(tokenizer, turns[:-1], None)
-        prompt = render_or_none(tokenizer, turns[:-1], None, add_generation_prompt=True)
+        whole, question = render_toy(tokenizer, turns), render_toy(tokenizer, turns[:-1])
+        prompt = render_toy(tokenizer, turns[:-1], add_generation_prompt=True)
         if whole and prompt and mark in whole:
             gap = whole.partition(mark)[0].removeprefix(prompt)
             # Where the template knows no prompt for a reply, what is between may be the header of the turn.

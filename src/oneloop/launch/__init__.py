@@ -60,9 +60,7 @@ def start(config: RecipeConfig) -> Accelerator:
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
     global _group_kind
     want = requested()
-    accumulation_steps = schedule.accumulation_steps(
-        config.global_batch_size, config.per_device_batch_size, want.world_size
-    )
+    accumulation_steps = schedule.nominal_accumulation(config, want.world_size)
     on_cpu = want.use_cpu or not torch.accelerator.is_available()
     _check_devices(want, on_cpu)
     if AcceleratorState._shared_state:  # a second run in the same process, as in a notebook

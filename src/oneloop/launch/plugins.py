@@ -6,6 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from oneloop import schedule
 from oneloop.launch.request import Requested, read_deepspeed_json
 
 if TYPE_CHECKING:
@@ -60,8 +61,11 @@ def deepspeed_plugin(config: RecipeConfig, want: Requested, accumulation_steps: 
             raise ValueError(f"{where} has a {section!r} section, but the recipe builds its own ({owner}). Remove it.")
     mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     _refuse_other_precision(own, where, mixed_precision)
+    # Where steps differ, as packed ones do, the engine learns at each how many micro-batches it has
+    # (`sharding.set_accumulation`); it refuses to begin with numbers whose product is another one.
+    product = config.per_device_batch_size * accumulation_steps * want.world_size
     from_flags = {
-        "train_batch_size": config.global_batch_size,
+        "train_batch_size": config.global_batch_size if schedule.is_even(config) else product,
         "train_micro_batch_size_per_gpu": config.per_device_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
         "gradient_clipping": float(config.max_grad_norm),

@@ -21,7 +21,7 @@ from oneloop.sharding.loss_scale import loss_scaler, restore_loss_scaler
 from oneloop.sharding.obtained import Obtained, check_same_on_all_ranks, local, num_elements, obtained, weight_counter
 from oneloop.sharding.placement import cut, placements, refresh, state_layout, torch_optimizer, trained_shapes
 from oneloop.sharding.ranges import buffers
-from oneloop.sharding.step import clip_before_step, clip_grad_norm, generation
+from oneloop.sharding.step import clip_before_step, clip_grad_norm, generation, set_accumulation
 from oneloop.sharding.whole import full_tensors, plain_loading, plain_name, restore_masters, take_masters
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "refresh",
     "restore_loss_scaler",
     "restore_masters",
+    "set_accumulation",
     "shards_weights",
     "state_layout",
     "strategy",

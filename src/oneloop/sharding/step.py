@@ -16,6 +16,22 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+def set_accumulation(accelerator: Accelerator, num_micro_batches: int) -> None:
+    """Let the optimizer step that begins now consist of so many micro-batches; the same number on every rank."""
+    if accelerator.gradient_accumulation_steps == num_micro_batches:
+        return
+    accelerator.gradient_accumulation_steps = num_micro_batches
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Where a step ends is told to the engine by accelerate at each backward pass; it divides the loss by this
+        # number, and the offloaded optimizer looks here for where it has kept gradients (deepspeed 0.19.8, engine.py
+        # `_scale_loss_by_gas`, zero/stage_1_and_2.py `set_norm_for_param_grad`).
+        engine = accelerator.deepspeed_engine_wrapped.engine
+        engine._config.gradient_accumulation_steps = num_micro_batches
+        for optimizer in (engine.optimizer, getattr(engine.optimizer, "optimizer", None)):
+            if hasattr(optimizer, "gradient_accumulation_steps"):
+                optimizer.gradient_accumulation_steps = num_micro_batches
+
+
 def clip_grad_norm(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> float | None:
     """Clip the gradients of a finished step to `max_grad_norm` (0: do not) and return their norm *before* clipping.
 

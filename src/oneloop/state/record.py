@@ -29,10 +29,11 @@ _HARMLESS = {  # settings that never change what is trained, only what it costs,
     *(field.name for field in dataclasses.fields(config_module.RunConfig)),
     *("per_device_batch_size", "gradient_checkpointing", "torch_compile", "attn_implementation", "trust_remote_code"),
     *("eval_dataset_name", "dataset_test_split", "eval_generations"),
+    *("packing", "data_cache_dir", "dataset_num_proc", "show_examples"),
 }
 _OF_DATA = {  # settings whose effect shows in the tokenised rows, which are compared instead
-    *("dataset_name", "dataset_train_split", "max_length", "truncation", "on_bad_row", "split_special_tokens"),
-    "chat_template",
+    *("dataset_name", "datasets", "dataset_train_split", "test_split_size", "max_length", "truncation", "on_bad_row"),
+    *("split_special_tokens", "chat_template"),
 }
 _OF_MODEL = {"model_name_or_path", "model_revision"}  # compared by what was loaded
 _OF_LENGTH = {"max_steps", "num_train_epochs"}  # compared by the number of steps they make

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from pathlib import Path
@@ -99,13 +98,12 @@ class States:
 
     def _total_steps(self, state: State, total_steps: int) -> int:
         """The length of the run; with another batch size than before, what is left of its epochs in such batches."""
-        saved, now = state.manifest["config"].get("global_batch_size"), self.config.global_batch_size
-        if self.config.max_steps != -1 or saved is None or saved == now:
+        saved = state.manifest["config"]
+        names = [name for name in ("global_batch_size", "batch_unit") if name in saved]
+        if self.config.max_steps != -1 or all(saved[name] == getattr(self.config, name) for name in names):
             return total_steps
-        rows, at = len(self.loader.rows), state.manifest["progress"]
-        epochs = self.config.num_train_epochs - at["epoch"]  # of which `position` rows are done
-        this_epoch = max(0, math.ceil((min(epochs, 1.0) * rows - at["position"]) / now))
-        return at["step"] + this_epoch + math.ceil(max(epochs - 1.0, 0.0) * math.ceil(rows / now))
+        at = state.manifest["progress"]
+        return self.loader.total_steps(self.config, (at["step"], at["epoch"], at["position"]))
 
     def _restore_the_rest(self, state: State, progress: Progress) -> None:
         manifest, rank = state.manifest, self.accelerator.process_index
@@ -116,7 +114,8 @@ class States:
                 f"{progress.total_steps}: raise max_steps or num_train_epochs"
             )
         progress.step, progress.epoch, progress.position = saved["step"], saved["epoch"], saved["position"]
-        if progress.position >= len(self.loader.rows):
+        self.loader.restore(manifest["data"] or {})
+        if progress.position >= self.loader.rows_per_epoch:
             self.accelerator.print("resume: the state is further in its epoch than there are rows: the next one begins")
             progress.epoch, progress.position = progress.epoch + 1, 0
         if manifest["meter"] is not None:
@@ -248,7 +247,7 @@ class States:
             "meter": self.window.totals(),
             "skipped": self.skips.state(),
             "loss_scaler": sharding.loss_scaler(self.accelerator, self.model),
-            "data": {"sha256": self.loader.fingerprint, "num_rows": len(self.loader.rows)},
+            "data": {"sha256": self.loader.fingerprint, "num_rows": len(self.loader.rows), **self.loader.state()},
             "tracker": {"name": self.tracker.report_to, "run_id": self.tracker.run_id} if self.tracker else {},
             "created": record.now(),
         }

@@ -1,0 +1,199 @@
+"""The rows of a run: prepared at start where they are not yet, by one process of each machine while the others wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from oneloop import mixture, watchdog
+from oneloop.data import cache, preparing, reports
+from oneloop.data.preparing import Encode, Job
+from oneloop.data.rowsets import Prepared, RowSet
+from oneloop.mixture import Source
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from oneloop.config import RecipeConfig
+
+REJECTED_FILE = "rejected.jsonl"
+
+
+def load(config: RecipeConfig, accelerator: Accelerator | None, tokenizer, encode: Encode) -> tuple[RowSet, RowSet]:
+    """The rows to train on and those to evaluate, the same on every rank. Collective.
+
+    encode: see `preparing.Encode`. The first process of each machine prepares what is not in `data_cache_dir`, however
+    long that takes; the others wait for it without a collective operation, whose time limit would end them. What is
+    said of each source is printed once. accelerator: None for a process alone.
+
+    Raises ValueError, on every rank, for sources and rows that cannot be used.
+    """
+    settings = preparing.settings_of(config)
+    train, evaluate = mixture.for_training(config), mixture.for_evaluation(config)
+    root = cache_dir(config)
+    is_main = accelerator is None or accelerator.is_main_process
+
+    def prepare_all(beat: Callable[[], None]) -> list[tuple[str, list[str]]]:
+        found = []
+        for source in (*train, *evaluate):
+            job = Job(settings, tokenizer, encode, source in evaluate or bool(config.test_split_size))
+            folder, names = preparing.prepare(source, job, root, config.dataset_num_proc, beat, is_main)
+            found.append((str(folder), names))
+        return found
+
+    prepared = [Prepared(Path(folder), names) for folder, names in _once_a_machine(accelerator, prepare_all)]
+    for source, one in zip((*train, *evaluate), prepared, strict=True):
+        report = one.report
+        reports.check(source, report, one.files, config.on_bad_row)
+        if is_main:
+            print(f"data: {source.path}: {report.line()}", flush=True)
+    kept, apart = prepared[: len(train)], prepared[len(train) :]
+    if config.test_split_size:
+        kept, apart = _split(kept, config.test_split_size, config.seed)
+    weights = [source.weight for source in train]
+    train_rows = RowSet(kept, None if None in weights else weights, config.mixture_stopping_strategy == "all_exhausted")
+    eval_rows = RowSet(apart)
+    if is_main:
+        _describe(train, train_rows, eval_rows, config)
+    return train_rows, eval_rows
+
+
+def cache_dir(config: RecipeConfig) -> Path:
+    """The folder of prepared rows."""
+    return Path(config.data_cache_dir).expanduser()
+
+
+def keep_rejected(accelerator: Accelerator, config: RecipeConfig, row_sets: list[RowSet]) -> None:
+    """Write the rows that were skipped, if any, with their places and the reasons, to `rejected.jsonl` in output_dir."""
+    parts = [part for rows in row_sets for part in rows.parts if isinstance(part, Prepared)]
+    folders = dict.fromkeys(part.entry.folder for part in parts)
+    refused = [folder / cache.REJECTED for folder in folders if (folder / cache.REJECTED).is_file()]
+    if refused and accelerator.is_main_process:
+        target = Path(config.output_dir) / REJECTED_FILE
+        with open(target, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            for path in refused:
+                file.write(path.read_bytes())
+        print(f"data: the rows that were skipped, and why: {target}", flush=True)
+
+
+# --- one process of each machine --------------------------------------------------------------------------------------
+
+_num_loads = 0
+
+
+def _once_a_machine(accelerator: Accelerator | None, work: Callable[[Callable[[], None]], Any]) -> Any:
+    """What `work` returns (JSON) in the first process of this machine, once those of all machines are done.
+
+    Each rank tells the others by the store that the process group was built with, and looks there for them: there is no
+    limit to how long that may take, as long as the one that works goes on. Raises ValueError on every rank where it is
+    raised on one.
+    """
+    if accelerator is None or accelerator.num_processes == 1:
+        return work(watchdog.beat)
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    global _num_loads
+    _num_loads += 1
+    name = f"oneloop/data/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_num_loads}"
+    store = distributed_c10d._get_default_store().clone()
+    store.set_timeout(timedelta(seconds=60))
+    store = dist.PrefixStore(name, store)
+    rank, size = accelerator.process_index, accelerator.num_processes
+    first = rank - accelerator.local_process_index
+    told = 0.0
+
+    def beat() -> None:
+        nonlocal told
+        watchdog.beat()
+        if time.monotonic() - told > 1:
+            told = time.monotonic()
+            store.set(f"beats/{rank}", str(watchdog.beats()))
+
+    def wait_for(keys: list[str]) -> None:
+        while not store.check(keys):
+            if store.check(["failed"]):
+                raise ValueError(store.get("failed").decode())
+            # As far as the one that works and a step further: if that one hangs, it is the one that is behind.
+            if rank != first and store.check([f"beats/{first}"]):
+                watchdog.catch_up(int(store.get(f"beats/{first}")) + 1)
+            time.sleep(0.1)
+
+    if rank == first:
+        try:
+            store.set(f"found/{rank}", json.dumps(work(beat)))
+        except ValueError as error:
+            store.set("failed", str(error))
+            raise
+    wait_for([f"found/{first}"])
+    found = json.loads(store.get(f"found/{first}"))
+    store.set(f"done/{rank}", str(watchdog.beats()))
+    everyone = [f"done/{other}" for other in range(size)]
+    wait_for(everyone)
+    watchdog.catch_up(max(int(store.get(key)) for key in everyone))
+    return found
+
+
+# --- evaluation rows --------------------------------------------------------------------------------------------------
+
+
+def _split(parts: list[Prepared], share: float, seed: int) -> tuple[list[Prepared], list[Prepared]]:
+    """Set a share of the rows apart: those whose contents, hashed with the seed, come first. So equal rows are on one
+    side, and adding rows to a file moves few of the others."""
+    drawn = [_mixed(part.digests(), seed) for part in parts]
+    everyone = np.sort(np.concatenate(drawn))
+    limit = everyone[max(1, round(share * len(everyone))) - 1]
+    apart = [np.flatnonzero(numbers <= limit) for numbers in drawn]
+    kept = [np.flatnonzero(numbers > limit) for numbers in drawn]
+    if not sum(map(len, kept)):
+        raise ValueError(f"test_split_size is {share}, which leaves none of {len(everyone)} rows to train on: lower it")
+    train = [part.select(numbers) for part, numbers in zip(parts, kept, strict=True)]
+    return train, [part.select(numbers) for part, numbers in zip(parts, apart, strict=True)]
+
+
+def _mixed(digests: np.ndarray, seed: int) -> np.ndarray:
+    """A number for each digest (N,) uint64, as good as random: SplitMix64 (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        mixed = digests + np.uint64(0x9E3779B97F4A7C15) * np.uint64(seed + 1)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def num_shared(train_rows: RowSet, eval_rows: RowSet) -> int:
+    """Evaluation rows that are training rows, too."""
+    if not len(eval_rows):
+        return 0
+    wanted = np.unique(np.concatenate([part.digests() for part in eval_rows.parts]))
+    seen = [np.intersect1d(part.digests(), wanted) for part in train_rows.parts]
+    both = np.unique(np.concatenate(seen))
+    return int(sum(np.isin(part.digests(), both).sum() for part in eval_rows.parts))
+
+
+def _describe(sources: list[Source], train_rows: RowSet, eval_rows: RowSet, config: RecipeConfig) -> None:
+    if len(sources) > 1:
+        total = len(train_rows.order)
+        for source, part, count in zip(sources, train_rows.parts, train_rows.order.counts, strict=True):
+            print(
+                f"data: {count / total:6.1%} of an epoch's {total:,} rows: {source.path}  ({count:,} of its "
+                f"{len(part):,} "
+                f"rows, {part.report.num_tokens:,} tokens in all)",
+                flush=True,
+            )
+    if config.test_split_size:
+        print(f"data: {len(eval_rows):,} rows set apart for evaluation, {len(train_rows):,} to train on", flush=True)
+    shared = num_shared(train_rows, eval_rows)
+    if shared:
+        print(
+            f"data: {shared:,} of {len(eval_rows):,} evaluation rows are in the training data, too: the "
+            "evaluation says "
+            "less about new ones",
+            flush=True,
+        )
