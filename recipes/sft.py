@@ -13,6 +13,7 @@ To change the recipe, copy this file: everything it does is in `main`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from oneloop import (
     config,
@@ -40,8 +41,9 @@ class SFTConfig(config.RecipeConfig):
     assistant_only_loss: bool = True
     """Learn only the assistant's turns of a conversation; false learns every token of it."""
     eval_generations: int = 0
-    """Evaluation rows to answer greedily at each evaluation, compared with the reference reply letter by letter; 0 for
-    none."""
+    """Evaluation rows to answer greedily at each evaluation and to compare with the reference reply; 0 for none."""
+    eval_match: Literal["text", "number"] = "text"
+    """What must be the same for an answer to be right: the text letter by letter, or the number it ends up with."""
 
 
 def count_items(batch):
@@ -81,7 +83,7 @@ def main(config: SFTConfig):
     models.check_rows_fit(model, config, [train_rows, eval_rows], tokenizer)
     optimizer = optim.build(config, model, accelerator)
     model, optimizer, topology = launch.prepare(accelerator, config, model, optimizer)
-    loader = data.loaders.TrainLoader(train_rows, accelerator, config, tokenizer.pad_token_id)
+    loader = data.prepare.loader(train_rows, accelerator, config, tokenizer.pad_token_id)
     eval_loader = data.loaders.EvalLoader(eval_rows, accelerator, config, tokenizer.pad_token_id)
     window = meter.Meter(accelerator, model, loader)
     skips = skipped.SkippedSteps(accelerator, config)
@@ -94,7 +96,8 @@ def main(config: SFTConfig):
         with window.paused():
             metrics = evaluate.evaluate(accelerator, model, eval_loader, count_items, compute_loss_sum)
             if config.eval_generations:
-                metrics |= evaluate.exact_match(accelerator, model, tokenizer, eval_rows[: config.eval_generations], 16)
+                rows = eval_rows[: config.eval_generations]
+                metrics |= evaluate.exact_match(accelerator, model, tokenizer, rows, 16, config.eval_match)
             tracker.log(metrics, progress.step)
 
     if len(eval_rows) and not resumed:

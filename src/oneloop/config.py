@@ -97,7 +97,8 @@ class DataConfig:
     dataset_train_split: str = "train"
     """Split trained on, where the data set has splits."""
     eval_dataset_name: str | None = None
-    """Evaluation data: file, folder, glob or hub id; None evaluates on nothing."""
+    """Evaluation data: file, folder, glob or hub id, read like the entry of a `datasets` list of one; None evaluates on
+    nothing."""
     dataset_test_split: str = "test"
     """Split evaluated, where the evaluation data has splits."""
     test_split_size: float = 0.0

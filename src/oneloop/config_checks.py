@@ -98,6 +98,8 @@ def check(config) -> None:
     if config.lora_target_modules == []:
         raise ValueError("lora_target_modules is []: name modules, or leave it out for all linear layers but the head")
     generations = values.get("eval_generations", 0)  # not every recipe has it
+    if values.get("eval_match", "text") != "text" and not generations:
+        raise ValueError(f"eval_match is {values['eval_match']} but has no effect without eval_generations: set it")
     if generations < 0:
         raise ValueError(f"eval_generations is {generations}: give 0 or more")
     _check_optimizer(config)
@@ -123,6 +125,13 @@ def check(config) -> None:
 
 def _check_data(config) -> None:
     mixture.check(config)
+    for source in (*mixture.for_training(config), *mixture.for_evaluation(config)):
+        folder, output = os.path.realpath(os.path.expanduser(source.path)), os.path.realpath(config.output_dir)
+        if os.path.isdir(folder) and os.path.commonpath([folder, output]) == folder:
+            raise ValueError(
+                f"output_dir is {config.output_dir}, inside the data of {source.field} ({source.path}): what the run "
+                "writes would be read as rows. Give another folder"
+            )
     if not 0 <= config.test_split_size < 1:
         raise ValueError(
             f"test_split_size is {config.test_split_size}: give a share of the rows below 1, or 0 for none"

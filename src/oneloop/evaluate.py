@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import gather_object
 
-from oneloop import sharding, watchdog
+from oneloop import rewards, sharding, watchdog
 from oneloop.data import sampling
 
 if TYPE_CHECKING:
@@ -45,12 +45,19 @@ def evaluate(
 
 
 def exact_match(
-    accelerator: Accelerator, model: torch.nn.Module, tokenizer, rows: list[dict], batch_size: int, num_shown: int = 3
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer,
+    rows: list[dict],
+    batch_size: int,
+    match: str = "text",
+    num_shown: int = 3,
 ) -> dict[str, float]:
-    """Share of rows whose greedy answer equals the reference reply (surrounding white space aside); prints a few.
+    """Share of rows whose greedy answer equals the reference reply; prints a few.
 
-    rows: with `prompt_ids` and `reply`; those where they are empty are left out. Answers may be half as long again as
-    the longest reference. Returns {"eval/exact_match", "eval/num_generations"}. Collective."""
+    rows: with `prompt_ids` and `reply`; those where they are empty are left out. match: `text` (surrounding white
+    space aside), or `number`, see `rewards.final_number`. Answers may be half as long again as the longest reference.
+    Returns {"eval/exact_match", "eval/num_generations"}. Collective."""
     rows = [row for row in rows if len(row["prompt_ids"])]
     if not rows:
         raise ValueError("eval_generations: no evaluation row ends with a reply to compare an answer with.")
@@ -60,7 +67,11 @@ def exact_match(
     for row, answer in list(zip(rows, answers, strict=True))[:num_shown]:
         prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True).strip()
         accelerator.print(f"  prompt  {prompt!r}\n  wanted  {row['reply']!r}\n  answer  {answer!r}")
-    num_right = sum(answer.strip() == row["reply"].strip() for row, answer in zip(rows, answers, strict=True))
+    part = rewards.final_number if match == "number" else str.strip
+    wanted = [part(row["reply"]) for row in rows]
+    if None in wanted:
+        raise ValueError(f"eval_match: number, but the reply of evaluation row {wanted.index(None)} holds no number")
+    num_right = sum(part(answer) == value for answer, value in zip(answers, wanted, strict=True))
     return {"eval/exact_match": num_right / len(rows), "eval/num_generations": float(len(rows))}
 
 

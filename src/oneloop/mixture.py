@@ -44,10 +44,18 @@ def for_training(config) -> list[Source]:
 
 
 def for_evaluation(config) -> list[Source]:
-    """The source evaluated, if it is one of its own; what `test_split_size` sets apart is part of the training data."""
-    if not config.eval_dataset_name:
+    """The source evaluated, if it is one of its own; what `test_split_size` sets apart is part of the training data.
+
+    It is read as the only source of `datasets` is (columns, format), and from the same configuration and revision where
+    it is the same data set.
+    """
+    path = config.eval_dataset_name
+    if not path:
         return []
-    return [Source(path=config.eval_dataset_name, split=config.dataset_test_split, field="eval_dataset_name")]
+    only = config.datasets[0] if config.datasets is not None and len(config.datasets) == 1 else {}
+    keys = ("columns", "format", "name", "revision") if only.get("path") == path else ("columns", "format")
+    taken = {key: only[key] for key in keys if key in only}
+    return [Source(path=path, split=config.dataset_test_split, field="eval_dataset_name", **taken)]
 
 
 def read(entries: list[dict] | None) -> list[dict] | None:

@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -250,6 +251,9 @@ def check_rows_fit(model, config: RecipeConfig, row_sets: list, tokenizer) -> No
             "do not belong together."
         )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for rows in row_sets:
+        if hasattr(rows, "limits"):  # a stream looks at its rows when they come
+            rows.limits = (size, limit or sys.maxsize)
     longest = max(rows.longest for rows in row_sets)
     if limit and longest > limit:
         raise ValueError(f"max_length: a row has {longest} tokens, the model has {limit} positions; lower max_length.")

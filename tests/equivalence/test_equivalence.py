@@ -18,6 +18,7 @@ from tests.equivalence import launcher, oracle
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 LORA = {"r": 4, "lora_alpha": 8}
+LONGEST = 124  # tokens of the longest row
 TRAINING = {
     "global_batch_size": 8,
     "learning_rate": 3e-3,
@@ -45,9 +46,9 @@ CASES = {
         "bf16",
         {"per_device_batch_size": 4, "quantization": "nf4", "gradient_checkpointing": True},
     ),
-    # The same rows a step, in blocks of at most 256 tokens: another number of micro-batches at each step.
-    "full, packed": (False, "no", {"per_device_batch_size": 1, "packing": True, "max_length": 256}),
-    "lora, packed": (True, "bf16", {"per_device_batch_size": 2, "packing": True, "max_length": 256}),
+    # The same rows a step, in blocks as long as the longest row: another number of micro-batches at each step.
+    "full, packed": (False, "no", {"per_device_batch_size": 1, "packing": True, "max_length": LONGEST}),
+    "lora, packed": (True, "bf16", {"per_device_batch_size": 2, "packing": True, "max_length": LONGEST}),
     "full, 100 steps": (False, "no", {"per_device_batch_size": 4, "max_steps": 100}),
     "lora, 100 steps": (True, "no", {"per_device_batch_size": 4, "max_steps": 100}),
 }
@@ -116,7 +117,7 @@ def material(tmp_path_factory):
         examples.append({"messages": turns})
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    assert max(len(row["input_ids"]) for row in oracle.rows_of(tiny.tokenizer(), examples, 1024)) <= 256
+    assert max(len(row["input_ids"]) for row in oracle.rows_of(tiny.tokenizer(), examples, 1024)) == LONGEST
     eval_data = folder / "eval.jsonl"
     eval_data.write_text("".join(json.dumps(example) + "\n" for example in examples[:11]))
     tokenizer = tiny.tokenizer()

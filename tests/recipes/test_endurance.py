@@ -18,7 +18,7 @@ from tests.recipes import runs
 from tests.recipes.test_sft import ANSWERS, UNEVEN
 
 GOLDEN = Path(__file__).with_name("golden.json")
-TIMES = {"train/step_seconds", "train/tokens_per_second", "train/peak_memory_gib"}
+TIMES = {"train/step_seconds", "train/tokens_per_second", "train/peak_memory_gib", "train/data_wait_share"}
 RUNS = {
     "full": {},
     "lora": {"use_peft": True, "lora_dropout": 0.1},

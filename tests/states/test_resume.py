@@ -22,7 +22,7 @@ from tests.equivalence import launcher
 from tests.recipes import runs
 
 ROWS = [runs.turns(f"question {i}", f"answer {i} " + "yes " * (i % 7)) for i in range(13)]
-OF_TIME = ("train/tokens_per_second", "train/step_seconds", "train/peak_memory_gib")
+OF_TIME = ("train/tokens_per_second", "train/step_seconds", "train/peak_memory_gib", "train/data_wait_share")
 BASE = {"global_batch_size": 2, "max_steps": 9, "shuffle": True, "save_every": 1, "save_total_limit": -1}
 BASE |= {"lr_scheduler_type": "linear", "warmup_steps": 2, "weight_decay": 0.1}
 
@@ -74,6 +74,11 @@ EXACT = {  # name: (settings, steps continued from)
     "own": ({"optim": "torch.optim.RMSprop"}, (3,)),
     "own, stateless at first": ({"optim": "torch.optim.SGD"}, (3,)),
     "written at once": ({"async_save": False}, (3,)),
+    "packed": ({"packing": True, "max_length": 100, "num_train_epochs": 2.0, "max_steps": -1}, (2, 8)),
+    "tokens": (
+        {"batch_unit": "tokens", "global_batch_size": 110, "max_length": 100, "num_train_epochs": 2.5, "max_steps": -1},
+        (3,),
+    ),
 }
 
 

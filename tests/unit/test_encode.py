@@ -2,7 +2,6 @@
 
 import copy
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +144,7 @@ def test_c16_each_row_is_refused_or_used_by_itself(tmp_path):
     assert "no system turn in this format" in str(found[0]) and "turns must take turns" in str(found[1])
     for bad in found[:2]:
         assert bad.__traceback__ is None is bad.__cause__ is bad.__context__
-        assert str(pickle.loads(pickle.dumps(bad))) == str(bad)
+        assert str(copy.copy(bad)) == str(bad)
     if (CASES / "C16_strict_template.jinja").is_file():
         tokenizer.chat_template = (CASES / "C16_strict_template.jinja").read_text()
         rows = encode.encode_batch(tokenizer, cases("C16_roles_for_strict_template.jsonl", []), **ROOM)

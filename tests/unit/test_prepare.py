@@ -1,4 +1,4 @@
-"""Prepared rows: found again only where nothing that decides them has changed, whole or not at all, alone or together."""
+"""Prepared rows: found again only where nothing that decides them has changed, whole or not at all."""
 
 import json
 import os

@@ -10,11 +10,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oneloop.data import chat, chunks, pieces
+from oneloop.data.chat import (
+    Rendered,
+    check_tokenizer,
+    encode_document,
+    encode_messages,
+    encode_text,
+    is_unclosed,
+    refuse_surrogates,
+    refuse_unreadable,
+    render_row,
+    reply_spans,
+)
+from oneloop.data.chunks import Tokens, memory_for, without_holes
 from oneloop.data.controls import Controls, controls_of, spells
 from oneloop.data.files import BadRow
-from oneloop.data.pieces import IGNORE_INDEX
-from oneloop.data.rendering import Span
+from oneloop.data.pieces import IGNORE_INDEX, fit
+from oneloop.data.rendering import Span, taken_alarm
 
 Row = dict[str, np.ndarray]
 
@@ -43,10 +55,10 @@ class _Job:
 
     index: int
     text: str
-    conversation: chat.Rendered | None = None
+    conversation: Rendered | None = None
     border: int | None = None
     """Where the completion begins; None for a text that is learnt as a whole."""
-    tokens: chunks.Tokens | None = None
+    tokens: Tokens | None = None
     """Those of the text itself."""
     before: tuple[int, ...] = ()
     """Ids that the tokenizer puts before a text, such as a start token."""
@@ -75,11 +87,12 @@ def encode_batch(
         max_length=max_length,
         truncation=truncation,
     )
-    chat.check_tokenizer(tokenizer)
+    check_tokenizer(tokenizer)
     if not _is_plain(tokenizer):
         return [_or_bad(encode_row, tokenizer, example, rules) for example in examples]
     controls = controls_of(tokenizer)
-    found = [_or_bad(_prepared, tokenizer, index, example, rules, controls) for index, example in enumerate(examples)]
+    with taken_alarm():
+        found = [_or_bad(_prepared, tokenizer, index, row, rules, controls) for index, row in enumerate(examples)]
     jobs = [job for job in found if isinstance(job, _Job)]
     conversations = [job for job in jobs if job.conversation is not None]
     pairs = [job for job in jobs if job.border is not None]
@@ -101,15 +114,15 @@ def encode_row(tokenizer, example: dict, rules: Rules) -> list[Row]:
         "truncation": "split",
     }
     if "text" in example:
-        row = chat.encode_document(tokenizer, example["text"], **options)
+        row = encode_document(tokenizer, example["text"], **options)
     elif "messages" in example:
         options["assistant_only_loss"] = rules.assistant_only_loss
-        row = chat.encode_messages(tokenizer, example["messages"], tools=example.get("tools"), **options)
+        row = encode_messages(tokenizer, example["messages"], tools=example.get("tools"), **options)
     else:
         options["assistant_only_loss"] = rules.assistant_only_loss
-        row = chat.encode_text(tokenizer, example["prompt"], example["completion"], **options)
+        row = encode_text(tokenizer, example["prompt"], example["completion"], **options)
     row = {key: np.array(values, np.int32) for key, values in row.items()}
-    return pieces.fit(row, rules.max_length, rules.truncation)
+    return fit(row, rules.max_length, rules.truncation)
 
 
 def _or_bad(function, *arguments):
@@ -132,13 +145,13 @@ def _is_plain(tokenizer) -> bool:
 def _prepared(tokenizer, index: int, example: dict, rules: Rules, controls: Controls) -> _Job | list[Row]:
     """Find out all that can be known of a row without its tokens."""
     if "text" in example:
-        chat.refuse_unreadable(example["text"])
+        refuse_unreadable(example["text"])
         return _Job(index, example["text"])
     if "messages" not in example:
         text = example["prompt"] + example["completion"]
-        chat.refuse_surrogates(text)
+        refuse_surrogates(text)
         return _Job(index, text, border=len(example["prompt"]))
-    row = chat.render_row(tokenizer, example["messages"], example.get("tools"), rules.max_length)
+    row = render_row(tokenizer, example["messages"], example.get("tools"), rules.max_length)
     if spells(controls.pattern, [row.messages, row.tools]):
         return encode_row(tokenizer, example, rules)
     return _Job(index, row.text, row)
@@ -157,7 +170,7 @@ def _tokenise(tokenizer, jobs: list[_Job], *, as_template: bool, split: bool, ne
     if backend.padding is not None:
         backend.no_padding()
     backend.encode_special_tokens = False
-    memory = chunks.memory_for(tokenizer)
+    memory = memory_for(tokenizer)
     if memory is not None:
         # The memory takes added tokens for what they are, so a text that spells one as text is not for it.
         known = [job for job in jobs if not (split and memory.added.search(job.text))]
@@ -174,7 +187,7 @@ def _tokenise(tokenizer, jobs: list[_Job], *, as_template: bool, split: bool, ne
             continue
         job.before, job.after = around
         inside = slice(len(job.before), len(encoding) - len(job.after))
-        places = chunks.without_holes(encoding.offsets[inside], job.text) if needs_places else (None, None)
+        places = without_holes(encoding.offsets[inside], job.text) if needs_places else (None, None)
         job.tokens = (np.array(encoding.ids[inside], np.int32), *places)
 
 
@@ -201,7 +214,7 @@ def _finished(tokenizer, job: _Job, example: dict, rules: Rules, controls: Contr
     if found is None:
         return encode_row(tokenizer, example, rules)
     input_ids, labels = found
-    return pieces.fit({"input_ids": input_ids, "labels": labels}, rules.max_length, rules.truncation)
+    return fit({"input_ids": input_ids, "labels": labels}, rules.max_length, rules.truncation)
 
 
 # The three below say what the functions of `data/chat.py` say, for arrays; None for what only those can decide.
@@ -210,10 +223,10 @@ def _finished(tokenizer, job: _Job, example: dict, rules: Rules, controls: Contr
 def _conversation(tokenizer, job: _Job, rules: Rules, controls: Controls, own: _Ends):
     input_ids, row = job.tokens[0], job.conversation
     places = _closing_places(job, controls)
-    ends_unclosed = chat.is_unclosed(row, places)
+    ends_unclosed = is_unclosed(row, places)
     labels = input_ids
     if rules.assistant_only_loss:
-        labels = _labels(job.tokens, chat.reply_spans(tokenizer, row, places))
+        labels = _labels(job.tokens, reply_spans(tokenizer, row, places))
     if labels is None or _holds(labels, own.unknown) or (ends_unclosed and own.eos is None):
         return None
     if ends_unclosed:
@@ -275,7 +288,7 @@ def _is_any(ids: np.ndarray, wanted: set[int]) -> np.ndarray:
     return is_any
 
 
-def _labels(tokens: chunks.Tokens, spans: list[Span]) -> np.ndarray | None:
+def _labels(tokens: Tokens, spans: list[Span]) -> np.ndarray | None:
     """Return labels (T,) int32: a token's id where all its characters lie in one of the spans, else -100.
 
     None for spans that are not in order.

@@ -51,6 +51,17 @@ def check_same_on_all_ranks(accelerator: Accelerator, fingerprint: str, config: 
         )
 
 
+def first_progress(config: RecipeConfig, total_steps: int) -> sampling.Progress:
+    """The beginning of a run of so many steps. Raises ValueError where all of them would be warm-up."""
+    warmup_steps = schedule.warmup_steps(config, total_steps)
+    if warmup_steps >= total_steps:
+        raise ValueError(
+            f"warmup_steps / warmup_ratio make {warmup_steps} steps of warm-up in a run of {total_steps}: the "
+            "learning rate would never be reached. Shorten the warm-up or train longer."
+        )
+    return sampling.Progress(total_steps=total_steps)
+
+
 class Place(NamedTuple):
     """Where a step begins."""
 
@@ -114,14 +125,7 @@ class TrainLoader:
 
     def progress_from_start(self, config: RecipeConfig) -> sampling.Progress:
         """The beginning of a run over these rows, with its length."""
-        total_steps = self.total_steps(config)
-        warmup_steps = schedule.warmup_steps(config, total_steps)
-        if warmup_steps >= total_steps:
-            raise ValueError(
-                f"warmup_steps / warmup_ratio make {warmup_steps} steps of warm-up in a run of {total_steps}: the "
-                "learning rate would never be reached. Shorten the warm-up or train longer."
-            )
-        return sampling.Progress(total_steps=total_steps)
+        return first_progress(config, self.total_steps(config))
 
     def total_steps(self, config: RecipeConfig, start: tuple[int, int, int] = _START) -> int:
         """Optimizer steps of a run that has come to `start` (step, epoch, position), in steps of whatever size."""

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from oneloop.config import RecipeConfig
+    from oneloop.data.streaming import Stream
 
-REJECTED_FILE = "rejected.jsonl"
 
-
-def load(config: RecipeConfig, accelerator: Accelerator | None, tokenizer, encode: Encode) -> tuple[RowSet, RowSet]:
-    """The rows to train on and those to evaluate, the same on every rank. Collective.
+def load(
+    config: RecipeConfig, accelerator: Accelerator | None, tokenizer, encode: Encode
+) -> tuple[RowSet | Stream, RowSet]:
+    """The rows to train on, or the stream of them, and those to evaluate, the same on every rank. Collective.
 
     encode: see `preparing.Encode`. The first process of each machine prepares what is not in `data_cache_dir`, however
     long that takes; the others wait for it without a collective operation, whose time limit would end them. What is
@@ -37,6 +38,8 @@ def load(config: RecipeConfig, accelerator: Accelerator | None, tokenizer, encod
     """
     settings = preparing.settings_of(config)
     train, evaluate = mixture.for_training(config), mixture.for_evaluation(config)
+    if config.streaming:
+        train = []
     root = cache_dir(config)
     is_main = accelerator is None or accelerator.is_main_process
 
@@ -58,11 +61,31 @@ def load(config: RecipeConfig, accelerator: Accelerator | None, tokenizer, encod
     if config.test_split_size:
         kept, apart = _split(kept, config.test_split_size, config.seed)
     weights = [source.weight for source in train]
-    train_rows = RowSet(kept, None if None in weights else weights, config.mixture_stopping_strategy == "all_exhausted")
+    if config.streaming:
+        train_rows = _stream(config, accelerator, tokenizer, encode)
+    else:
+        all_exhausted = config.mixture_stopping_strategy == "all_exhausted"
+        train_rows = RowSet(kept, None if None in weights else weights, all_exhausted)
     eval_rows = RowSet(apart)
-    if is_main:
+    if is_main and not config.streaming:
         _describe(train, train_rows, eval_rows, config)
     return train_rows, eval_rows
+
+
+def _stream(config: RecipeConfig, accelerator: Accelerator | None, tokenizer, encode: Encode) -> Stream:
+    from oneloop.data import streaming
+
+    if accelerator is None:
+        raise ValueError("streaming is true, so nothing is prepared: leave it out, or just run the recipe")
+    return streaming.Stream(config, accelerator, tokenizer, encode, mixture.for_training(config))
+
+
+def loader(train_rows: RowSet | Stream, accelerator: Accelerator, config: RecipeConfig, pad_token_id: int):
+    """What hands out the micro-batches of each step: a `loaders.TrainLoader`, or a `streaming.StreamLoader`."""
+    from oneloop.data import loaders, streaming
+
+    kind = loaders.TrainLoader if isinstance(train_rows, RowSet) else streaming.StreamLoader
+    return kind(train_rows, accelerator, config, pad_token_id)
 
 
 def cache_dir(config: RecipeConfig) -> Path:
@@ -70,13 +93,16 @@ def cache_dir(config: RecipeConfig) -> Path:
     return Path(config.data_cache_dir).expanduser()
 
 
-def keep_rejected(accelerator: Accelerator, config: RecipeConfig, row_sets: list[RowSet]) -> None:
-    """Write the rows that were skipped, if any, with their places and the reasons, to `rejected.jsonl` in output_dir."""
+def keep_rejected(accelerator: Accelerator, config: RecipeConfig, row_sets: list[RowSet | Stream]) -> None:
+    """Write the prepared rows that were skipped, if any, with their places and the reasons, to
+    `output_dir`/rejected.jsonl. A stream writes its own while it goes on."""
+    if config.streaming:
+        return
     parts = [part for rows in row_sets for part in rows.parts if isinstance(part, Prepared)]
     folders = dict.fromkeys(part.entry.folder for part in parts)
     refused = [folder / cache.REJECTED for folder in folders if (folder / cache.REJECTED).is_file()]
     if refused and accelerator.is_main_process:
-        target = Path(config.output_dir) / REJECTED_FILE
+        target = Path(config.output_dir) / reports.REJECTED_FILE
         with open(target, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             for path in refused:
                 file.write(path.read_bytes())

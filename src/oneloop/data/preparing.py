@@ -33,7 +33,7 @@ BadRow. A row is {column: (T,) int, or text}, `input_ids` and `labels` among the
 _CHUNK_ROWS, _CHUNK_BYTES = 512, 1 << 20
 _WORTH_PROCESSES = 1 << 20  # bytes of data; less is done before they have started
 _GENERAL = ("max_length", "truncation", "split_special_tokens")
-_NO_EFFECT_ON_ROWS = ("eval_generations",)
+_NO_EFFECT_ON_ROWS = ("eval_generations", "eval_match")
 
 
 class Job(NamedTuple):
@@ -199,7 +199,7 @@ def encode_chunk(source: Source, names: list[str], job: Job, chunk: _Chunk) -> E
         report.refuse(chunk.file, raw.line, bad.kind, str(bad))
         if bad.kind not in rows.DROP_KINDS:
             about = {"source": source.path, "file": names[chunk.file], "line": raw.line, "kind": bad.kind}
-            rejected.append(about | {"reason": str(bad), "row": _shown(raw.data)})
+            rejected.append(about | {"reason": str(bad), "row": shown(raw.data)})
 
     for raw in chunk.raws:
         row = readers.parse(raw.data)
@@ -265,7 +265,8 @@ def _columns(kept: list[tuple[dict, dict]], report: Report) -> dict[str, tuple[s
     return columns
 
 
-def _shown(data: bytes | dict | files.BadRow) -> Any:
+def shown(data: bytes | dict | files.BadRow) -> Any:
+    """A row as it was read, as it goes into `rejected.jsonl`."""
     if isinstance(data, bytes):
         return data.decode("utf-8", errors="backslashreplace")
     return data if isinstance(data, dict) else None
@@ -297,14 +298,15 @@ def _write(
             writer.add(chunk.columns, chunk.num_rows)
             for line in chunk.rejected:
                 writer.reject(line)
-            for ids, labels in _tokens_of(chunk):
+            for ids, labels in tokens_of(chunk):
                 fingerprint.update(ids, labels)
             bar.update(chunk.report.num_read)
     meta = {"report": dataclasses.asdict(report), "fingerprint": fingerprint.hexdigest(), "names": names}
     return _Finished(writer, meta)
 
 
-def _tokens_of(chunk: Encoded) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def tokens_of(chunk: Encoded) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`input_ids` and `labels`, (T,) int32 each, of each row."""
     if not chunk.num_rows:
         return
     ids, labels = (np.frombuffer(chunk.columns[name][1], "<i4") for name in ("input_ids", "labels"))

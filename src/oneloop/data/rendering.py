@@ -38,7 +38,7 @@ def most_characters(messages: list[dict], tools: list | None, max_length: int = 
     and four times `max_length` tokens beside, at least `FIXED_CHARACTERS`.
     """
     fixed = max(4 * CHARACTERS_PER_TOKEN * max_length, FIXED_CHARACTERS)
-    return 4 * _num_characters([messages, tools]) + fixed
+    return 4 * len(repr([messages, tools])) + fixed
 
 
 def render(
@@ -173,6 +173,32 @@ def _product(context, operator: str, left: Any, right: Any) -> Any:
     return left * right
 
 
+class _Alarm:
+    is_ours = False
+    is_armed = False
+
+
+@contextmanager
+def taken_alarm() -> Iterator[None]:
+    """Take the alarm of the process for all renderings within, which each of them would have to do by itself else.
+
+    Somebody else's alarm (pytest-timeout's, for one) goes off when it would have, or at the end of the block.
+    """
+    if _Alarm.is_ours or not _in_main_thread():
+        yield
+        return
+    handler, started = signal.signal(signal.SIGALRM, _interrupt), time.monotonic()
+    delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    _Alarm.is_ours = True
+    try:
+        yield
+    finally:
+        _Alarm.is_ours = False
+        signal.signal(signal.SIGALRM, handler)
+        if delay:
+            signal.setitimer(signal.ITIMER_REAL, max(delay - (time.monotonic() - started), 1e-3), interval)
+
+
 @contextmanager
 def _time_limit() -> Iterator[bool]:
     """Raise _Runaway in the block after `SECONDS`; yields whether it can.
@@ -180,29 +206,29 @@ def _time_limit() -> Iterator[bool]:
     A signal reaches a loop that writes nothing, but only in the main thread of a process, which is where preparation
     runs. In another thread the caller has to look at the clock himself, between the pieces of the rendering.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield False
         return
-    is_open, started = True, time.monotonic()
-
-    def interrupt(number, frame) -> None:
-        if is_open:
-            raise _Runaway(f"it ran for over {SECONDS:g} s")
-
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    # Again and again, in case that the first one is lost in a place that cannot pass it on (a destructor).
-    delay, interval = signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS / 4)
-    try:
+    with taken_alarm():
+        # Again and again, in case that the first one is lost in a place that cannot pass it on (a destructor).
+        signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS / 4)
         try:
-            yield True
+            _Alarm.is_armed = True
+            try:
+                yield True
+            finally:
+                _Alarm.is_armed = False
         finally:
-            is_open = False
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if delay:
-            # Somebody else's alarm (pytest-timeout's, for one) goes off when it would have.
-            signal.setitimer(signal.ITIMER_REAL, max(delay - (time.monotonic() - started), 1e-3), interval)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _interrupt(number, frame) -> None:
+    if _Alarm.is_armed:
+        raise _Runaway(f"it ran for over {SECONDS:g} s")
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _message(message: Any) -> dict:
@@ -229,13 +255,3 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     return f"<{type(value).__name__}>"
-
-
-def _num_characters(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_num_characters(key) + _num_characters(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(_num_characters, value))
-    return 8

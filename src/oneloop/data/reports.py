@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from oneloop.data.rows import DROP_KINDS, describe
 from oneloop.mixture import Source
 
+REJECTED_FILE = "rejected.jsonl"
+"""In output_dir: the rows that were skipped, and why."""
 _SHOWN = 10
 
 

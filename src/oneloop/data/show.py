@@ -76,7 +76,9 @@ def histogram(rows: RowSet, max_length: int, path: Path) -> Path:
     lengths = rows.lengths_of(np.arange(len(rows)))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    edges = np.linspace(0, max(max_length if lengths.max() > max_length // 2 else lengths.max(), 1), 61)
+    longest = int(lengths.max())
+    width = -(-longest // 60)  # whole numbers of tokens, or neighbouring bars would stand for unequally many lengths
+    edges = np.arange(0, longest + width + 1, width)
     left.hist(lengths, edges, color="#4878a8")
     left.set(
         xlabel="tokens in a row", ylabel="rows", title=f"{len(lengths):,} rows, median {int(np.median(lengths)):,}"
@@ -86,9 +88,7 @@ def histogram(rows: RowSet, max_length: int, path: Path) -> Path:
         xlabel="tokens in a row", ylabel="tokens", title=f"{int(lengths.sum()):,} tokens, longest {lengths.max():,}"
     )
     for axes in (left, right):
-        axes.axvline(
-            max_length, color="black", linewidth=0.8, linestyle="--"
-        ) if lengths.max() > max_length // 2 else None
+        axes.axvline(max_length, color="black", linewidth=0.8, linestyle="--") if longest > max_length // 2 else None
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     return path

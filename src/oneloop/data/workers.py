@@ -10,8 +10,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
 _function: Callable | None = None  # what the processes of a pool run: inherited by forking, so it need not be pickled
@@ -54,26 +53,22 @@ def in_order(function: Callable, pieces: Iterable, count: int, beat: Callable[[]
 
 
 def _result(future: Future, beat: Callable[[], None]):
-    while True:
-        try:
-            return future.result(timeout=1.0)
-        except BrokenProcessPool as error:
-            raise ValueError(
-                "dataset_num_proc: a process that tokenises was ended from outside, by the system for want of "
-                "memory if "
-                "nobody did it by hand (`dmesg` tells): lower dataset_num_proc"
-            ) from error
-        except NotYet:
-            if future.done():
-                raise  # the function's own
-            beat()
+    while not wait([future], timeout=1.0).done:
+        beat()
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "dataset_num_proc: a process that tokenises was ended from outside, by the system for want of memory if "
+            "nobody did it by hand (`dmesg` tells): lower dataset_num_proc"
+        ) from error
 
 
 def _begin(parent: int) -> None:
-    """In a new process: end with the parent, take signals as any program does, and use one core."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    """In a new process: end with the parent, use one core, and leave signals to the parent: terminals and schedulers
+    send them to all processes."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

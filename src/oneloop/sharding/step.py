@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def set_accumulation(accelerator: Accelerator, num_micro_batches: int) -> None:
     """Let the optimizer step that begins now consist of so many micro-batches; the same number on every rank."""
+    # Counted from the start of the run, and compared modulo the number (accelerate 1.15, accelerator.py, `_do_sync`).
+    accelerator.step = 0
     if accelerator.gradient_accumulation_steps == num_micro_batches:
         return
     accelerator.gradient_accumulation_steps = num_micro_batches

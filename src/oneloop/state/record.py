@@ -28,7 +28,7 @@ _HARMLESS = {  # settings that never change what is trained, only what it costs,
     *(field.name for field in dataclasses.fields(config_module.StateConfig)),
     *(field.name for field in dataclasses.fields(config_module.RunConfig)),
     *("per_device_batch_size", "gradient_checkpointing", "torch_compile", "attn_implementation", "trust_remote_code"),
-    *("eval_dataset_name", "dataset_test_split", "eval_generations"),
+    *("eval_dataset_name", "dataset_test_split", "eval_generations", "eval_match"),
     *("packing", "data_cache_dir", "dataset_num_proc", "show_examples"),
 }
 _OF_DATA = {  # settings whose effect shows in the tokenised rows, which are compared instead
