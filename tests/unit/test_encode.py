@@ -239,6 +239,27 @@ def no_end():
     return tokenizer
 
 
+def test_values_that_are_nested_too_deeply_are_refused_alone():
+    deep = 1
+    for _ in range(20_000):
+        deep = [deep]
+    odd = talk("u:a", "a:b")
+    odd["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": {"a": deep}}}]
+    for depth in range(20, 900, 40):
+        less = 1
+        for _ in range(depth):
+            less = {"a": less}
+        call = {"function": {"name": "f", "arguments": less}}
+        row = talk("u:a", "a:b")
+        row["messages"][1]["tool_calls"] = [call]
+        found = encode.encode_batch(tiny.tokenizer(), [row, odd, talk("u:a", "a:b")], **ROOM)
+        assert found[0].kind in ("turn_lost", "nested_too_deep") and found[1].kind == "nested_too_deep"
+        assert isinstance(found[2], list)
+    del odd, row, found
+    while isinstance(deep, list):  # an object so deep must be taken apart by hand
+        (deep,) = deep
+
+
 def test_weights_and_templates_without_end_follow_the_rows():
     template = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
     tokenizer = tiny.tokenizer(template, eos="</s>")
