@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +49,13 @@ def load(
         found = []
         for source in (*train, *evaluate):
             job = Job(settings, tokenizer, encode, source in evaluate or bool(config.test_split_size))
-            folder, names = preparing.prepare(source, job, root, config.dataset_num_proc, beat, is_main)
+            try:
+                folder, names = preparing.prepare(source, job, root, config.dataset_num_proc, beat, is_main)
+            except OSError as error:
+                raise ValueError(
+                    f"data_cache_dir: {error.filename or root}: {error.strerror or error}. Prepared rows are kept in "
+                    f"{root}: make room there, or name another folder"
+                ) from error
             found.append((str(folder), names))
         return found
 
@@ -118,8 +126,8 @@ def _once_a_machine(accelerator: Accelerator | None, work: Callable[[Callable[[]
     """What `work` returns (JSON) in the first process of this machine, once those of all machines are done.
 
     Each rank tells the others by the store that the process group was built with, and looks there for them: there is no
-    limit to how long that may take, as long as the one that works goes on. Raises ValueError on every rank where it is
-    raised on one.
+    limit to how long that may take, as long as the process that works is there. Raises ValueError on every rank where
+    it is raised on one.
     """
     if accelerator is None or accelerator.num_processes == 1:
         return work(watchdog.beat)
@@ -134,14 +142,6 @@ def _once_a_machine(accelerator: Accelerator | None, work: Callable[[Callable[[]
     store = dist.PrefixStore(name, store)
     rank, size = accelerator.process_index, accelerator.num_processes
     first = rank - accelerator.local_process_index
-    told = 0.0
-
-    def beat() -> None:
-        nonlocal told
-        watchdog.beat()
-        if time.monotonic() - told > 1:
-            told = time.monotonic()
-            store.set(f"beats/{rank}", str(watchdog.beats()))
 
     def wait_for(keys: list[str]) -> None:
         while not store.check(keys):
@@ -153,11 +153,17 @@ def _once_a_machine(accelerator: Accelerator | None, work: Callable[[Callable[[]
             time.sleep(0.1)
 
     if rank == first:
-        try:
-            store.set(f"found/{rank}", json.dumps(work(beat)))
-        except ValueError as error:
-            store.set("failed", str(error))
-            raise
+        with _told_to(store, rank):
+            try:
+                found = work(watchdog.beat)
+            except ValueError as error:
+                failure: ValueError | None = error
+            else:
+                failure = None
+        if failure is not None:
+            store.set("failed", str(failure))
+            raise failure
+        store.set(f"found/{rank}", json.dumps(found))
     wait_for([f"found/{first}"])
     found = json.loads(store.get(f"found/{first}"))
     store.set(f"done/{rank}", str(watchdog.beats()))
@@ -165,6 +171,25 @@ def _once_a_machine(accelerator: Accelerator | None, work: Callable[[Callable[[]
     wait_for(everyone)
     watchdog.catch_up(max(int(store.get(key)) for key in everyone))
     return found
+
+
+@contextmanager
+def _told_to(store, rank: int) -> Iterator[None]:
+    """Tell the other ranks each second that this one goes on, whatever it is at: a row may take long."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(1.0):
+            watchdog.beat()
+            store.set(f"beats/{rank}", str(watchdog.beats()))
+
+    teller = threading.Thread(target=tell, name="prepares", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 # --- evaluation rows --------------------------------------------------------------------------------------------------
