@@ -19,7 +19,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
+from types import FrameType
 
 from oneloop import peers, standstill
 from oneloop.standstill import Report
@@ -35,6 +37,7 @@ _STACKS_SHOWN = 8  # when all ranks wait for each other, so many show where
 _beats = 0
 _is_stopping = False
 _num_watches = 0
+_stand_in: int | None = None
 _watch: _Watch | None = None
 
 
@@ -83,6 +86,22 @@ def catch_up(count: int) -> None:
     """Count progress up to `count`: of a rank that has done nothing because another one does it for both."""
     global _beats
     _beats = max(_beats, count)
+
+
+@contextlib.contextmanager
+def waiting_for(thread: int) -> Iterator[None]:
+    """While the main thread only waits for another one of this process, that is where this rank stands."""
+    global _stand_in
+    _stand_in = thread
+    try:
+        yield
+    finally:
+        _stand_in = None
+
+
+def _frame() -> FrameType | None:
+    frames = sys._current_frames()
+    return frames.get(_stand_in or 0) or frames.get(threading.main_thread().ident or 0)
 
 
 def asked_to_stop() -> None:
@@ -208,7 +227,7 @@ class _Watch:
 
     def _look(self, passed: float) -> None:
         """One round: report, and when this rank has stood for some time, look at the others."""
-        stack = standstill.signature(sys._current_frames().get(threading.main_thread().ident))
+        stack = standstill.signature(_frame())
         moved, self.beats = self.beats != _beats, _beats
         self.idle_seconds = 0.0 if moved else self.idle_seconds + passed
         self.standing_seconds = 0.0 if moved or stack != self.stack else self.standing_seconds + passed
@@ -238,7 +257,7 @@ class _Watch:
                 self.beats,
                 self.idle_seconds,
                 self.standing_seconds,
-                *standstill.stands(sys._current_frames().get(threading.main_thread().ident)),
+                *standstill.stands(_frame()),
                 os.getpid(),
                 self.machine,
                 self.state,
@@ -330,7 +349,7 @@ def _of_speechless(report: Report) -> str:
 
 
 def _main_stack() -> str:
-    frame = sys._current_frames()[threading.main_thread().ident]
+    frame = _frame()
     return "Its main thread (most recent call last):\n" + "".join(traceback.format_stack(frame))
 
 

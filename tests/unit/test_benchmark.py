@@ -2,13 +2,15 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 from tests.test_guards import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from benchmarks import baton, outcome, page  # noqa: E402
+import benchmark  # noqa: E402
+from benchmarks import baton, outcome, packing, page  # noqa: E402
 
 
 def contender(name: str, log: list, num_steps: int):
@@ -91,3 +93,28 @@ def test_page(tmp_path):
     text = (tmp_path / "benchmarks.md").read_text()
     assert text.count("| t | 0.5 | 1 | holds |") == 4
     assert (tmp_path / "benchmarks.png").stat().st_size > 10_000
+
+
+def test_every_benchmark_has_a_place_on_the_page():
+    assert set(benchmark.BENCHMARKS) == set(page.TITLES) == set(page.ABOUT) == {*page.ORDER, *page.IF_MEASURED}
+    assert len(page.ORDER) + len(page.IF_MEASURED) == len(benchmark.BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    "blocks,kept,doubled,num_cut",
+    [
+        ([[0, 1, 2], [3, 4]], 5, 0, 0),  # rows (0, 1, 2) and (3, 4)
+        ([[0, 1, 2], [3]], 4, 0, 0),
+        ([[0, 1, 2], [3, 4, 4]], 5, 1, 0),
+        ([[0, 1, 2, 3], [4]], 5, 0, 1),
+    ],
+)
+def test_what_packing_did_to_tokens(blocks, kept, doubled, num_cut):
+    blocks = [np.array(block) for block in blocks]
+    assert packing.compared(blocks, np.array([3, 2])) == (kept, doubled, num_cut)
+
+
+def test_a_row_longer_than_a_block_may_be_cut():
+    lengths = np.array([packing.CAPACITY + 2, 2])
+    blocks = [np.arange(packing.CAPACITY), np.arange(packing.CAPACITY, packing.CAPACITY + 4)]
+    assert packing.compared(blocks, lengths) == (packing.CAPACITY + 4, 0, 0)

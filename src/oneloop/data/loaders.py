@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,6 +87,26 @@ class Step(NamedTuple):
     """What torch is seeded with before each."""
 
 
+class _Making:
+    """A step that is made on a thread of its own, which the process does not wait for when it ends."""
+
+    def __init__(self, function: Callable[[Place], Step], place: Place):
+        self._future: Future[Step] = Future()
+        self._thread = threading.Thread(target=self._run, args=(function, place), name="batches", daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[[Place], Step], place: Place) -> None:
+        try:
+            self._future.set_result(function(place))
+        except BaseException as error:  # raised in the loop
+            self._future.set_exception(error)
+
+    def result(self) -> Step:
+        """The step, or the error that making it ended in."""
+        with watchdog.waiting_for(self._thread.ident or 0):
+            return self._future.result()
+
+
 class TrainLoader:
     """Yields the micro-batches of one optimizer step after the other; where to start is the caller's `Progress`.
 
@@ -157,26 +178,25 @@ class TrainLoader:
         """
         # None: shown on a terminal only; a log file gets the tracker's lines.
         bar = tqdm(total=progress.total_steps, initial=progress.step, unit="step", disable=None if self.shows else True)
-        with ThreadPoolExecutor(1, thread_name_prefix="batches") as maker:
-            upcoming: tuple[Place, Future[Step]] | None = None
-            while progress.step < progress.total_steps:
-                place = Place(progress.step, progress.epoch, progress.position)
-                if upcoming is None or upcoming[0] != place:
-                    upcoming = place, maker.submit(self._step, place)
-                began = time.perf_counter()
-                step = upcoming[1].result()
-                self.wait_seconds += time.perf_counter() - began
-                after = self._after(place, len(step.row_ids))
-                upcoming = None
-                if after.step < progress.total_steps:
-                    upcoming = after, maker.submit(self._step, after)
-                self.last_row_ids, self.last_micro_batches = step.row_ids.tolist(), step.micro_batches
-                self.last_seeds = step.seeds
-                watchdog.beat()
-                batches = [to_device(batch, self.device) for batch in step.batches]
-                yield MicroBatches(zip(step.seeds, batches, strict=True))
-                assert progress.step == place.step + 1, "the loop did not call loader.advance(progress) once"
-                bar.update()
+        upcoming: tuple[Place, _Making] | None = None
+        while progress.step < progress.total_steps:
+            place = Place(progress.step, progress.epoch, progress.position)
+            if upcoming is None or upcoming[0] != place:
+                upcoming = place, _Making(self._step, place)
+            began = time.perf_counter()
+            step = upcoming[1].result()
+            self.wait_seconds += time.perf_counter() - began
+            after = self._after(place, len(step.row_ids))
+            upcoming = None
+            if after.step < progress.total_steps:
+                upcoming = after, _Making(self._step, after)
+            self.last_row_ids, self.last_micro_batches = step.row_ids.tolist(), step.micro_batches
+            self.last_seeds = step.seeds
+            watchdog.beat()
+            batches = [to_device(batch, self.device) for batch in step.batches]
+            yield MicroBatches(zip(step.seeds, batches, strict=True))
+            assert progress.step == place.step + 1, "the loop did not call loader.advance(progress) once"
+            bar.update()
         bar.close()
 
     def advance(self, progress: sampling.Progress) -> None:
