@@ -26,7 +26,7 @@ from oneloop.data.chunks import Tokens, memory_for, without_holes
 from oneloop.data.controls import Controls, controls_of, spells
 from oneloop.data.files import BadRow
 from oneloop.data.pieces import IGNORE_INDEX, fit
-from oneloop.data.rendering import Span, taken_alarm
+from oneloop.data.rendering import Span, taken_alarm, too_deep
 
 Row = dict[str, np.ndarray]
 
@@ -132,6 +132,8 @@ def _or_bad(function, *arguments):
         # Tracebacks hold on to everything that the row needed.
         bad.__cause__ = bad.__context__ = None
         return bad.with_traceback(None)
+    except RecursionError:
+        return too_deep()
 
 
 def _is_plain(tokenizer) -> bool:

@@ -35,10 +35,13 @@ def most_characters(messages: list[dict], tools: list | None, max_length: int = 
     """Return how long a rendering of the row may be.
 
     Four times what the row itself holds, since a long row is cut by `truncation` later and is no fault of the template,
-    and four times `max_length` tokens beside, at least `FIXED_CHARACTERS`.
+    and four times `max_length` tokens beside, at least `FIXED_CHARACTERS`. Raises BadRow("nested_too_deep").
     """
     fixed = max(4 * CHARACTERS_PER_TOKEN * max_length, FIXED_CHARACTERS)
-    return 4 * len(repr([messages, tools])) + fixed
+    try:
+        return 4 * len(repr([messages, tools])) + fixed
+    except RecursionError:
+        raise too_deep() from None
 
 
 def render(
@@ -84,6 +87,8 @@ def _refusing(tokenizer, messages, tools, add_generation_prompt, limit, places) 
         limit = most_characters(messages, tools)
     try:
         return _rendered(tokenizer, messages, tools, add_generation_prompt, limit, places)
+    except BadRow:
+        raise
     except (_Runaway, MemoryError, RecursionError) as error:
         raise BadRow("template_runaway", f"the chat template was stopped: {_reason(error)}") from None
     except jinja2.TemplateSyntaxError as error:
@@ -107,13 +112,11 @@ def _rendered(tokenizer, messages, tools, add_generation_prompt, limit: int, pla
         return text
     template = tokenizer.get_chat_template(tools=tools)
     # What transformers 5.24 hands to a template (utils/chat_template_utils.py, `render_jinja_template`).
-    values = {
-        **tokenizer.special_tokens_map,
-        "messages": [_message(message) for message in messages],
-        "tools": _plain(tools),
-        "documents": None,
-        "add_generation_prompt": add_generation_prompt,
-    }
+    values = tokenizer.special_tokens_map | {"documents": None, "add_generation_prompt": add_generation_prompt}
+    try:
+        values |= {"messages": [_message(message) for message in messages], "tools": _plain(tools)}
+    except RecursionError:
+        raise too_deep() from None
     blocks: list[str] = []
     num_characters, deadline = 0, time.monotonic() + SECONDS
     with _time_limit() as is_timed:
@@ -127,6 +130,11 @@ def _rendered(tokenizer, messages, tools, add_generation_prompt, limit: int, pla
                     raise _Runaway(f"it ran for over {SECONDS:g} s")
                 blocks.append(block)
     return "".join(blocks)
+
+
+def too_deep() -> BadRow:
+    """Return what is said of a row whose values are nested beyond what Python can follow."""
+    return BadRow("nested_too_deep", "values are nested too deeply")
 
 
 def _refuse_longer(num_characters: int, limit: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -73,6 +74,7 @@ def _begin(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gc.freeze()  # else each collection would copy the parent's pages
 
 
 def _run(piece):
