@@ -1,11 +1,13 @@
 """Measures what this project claims, against its peers and against its own formulas.
 
-    python scripts/benchmark.py [loop|loss-head|startup|memory|saving|resuming|all] [--quick] [--write-docs]
+    python scripts/benchmark.py [NAME|all] [--quick] [--write-docs]
 
 `loop`: time of a step; `loss-head`: memory and time of the fused loss; `startup`: time to the help page and the first
 step; `memory`: bytes a rank against `oneloop.memory`; `saving`: time that training stands still for a checkpoint;
-`resuming`: time to the first batch late in an epoch. The exit code is 0 only when every target holds and, where
-something was timed, two copies of the same code came out alike. Each benchmark prints one figure last.
+`resuming`: time to the first batch late in an epoch; `throughput`: label tokens a second on ragged conversations;
+`packing`: blocks, losses and speed of putting rows side by side; `tokenising`: speed of preparing rows. The exit code
+is 0 only when every target holds and, where something was timed, two copies of the same code came out alike. Each
+benchmark prints one figure last.
 
 TRL is a peer where it is installed (`pip install -e .[benchmark]`); without, it is left out with a word.
 """
@@ -26,6 +28,9 @@ BENCHMARKS = {
     "memory": "ranks",
     "saving": "saving",
     "resuming": "resuming",
+    "throughput": "throughput",
+    "packing": "packing",
+    "tokenising": "tokenising",
 }
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

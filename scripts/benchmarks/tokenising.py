@@ -2,11 +2,13 @@
 
 Every contender gets the same rows in memory and all cores of the machine, and must come to the same ids. What each does
 beside: ours makes labels too, in two processes, checks that no turn is lost, and writes two files; `datasets.map`
-writes an Arrow file, and `datasets.map` as TRL uses it makes a mask. The texts are paragraphs of the documentation in
-the sources of Python, NumPy and torch, prose and code, none of which occurs twice. They have more different words than
-conversations have, so what ours remembers helps it less than it would there.
+writes an Arrow file, and `datasets.map` as TRL uses it makes a mask. The texts are paragraphs of prose out of the
+documentation in the sources of Python and of packages that this project needs, none of which occurs twice. They have
+more different words than collections of questions and answers, so that what ours remembers helps it no more here than
+it does there.
 """
 
+import gc
 import multiprocessing
 import os
 import random
@@ -27,6 +29,8 @@ ROUNDS = 5
 BATCH = 500
 VOCABULARY = 16_000
 NUM_PROCESSES = 2
+PACKAGES = "numpy torch transformers datasets accelerate pandas pyarrow sympy networkx huggingface_hub fsspec".split()
+"""Whose documentation the texts are taken from."""
 MARKED = subjects.TEMPLATE.replace(
     "<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n",
     "<|start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
@@ -39,14 +43,20 @@ MARKED = subjects.TEMPLATE.replace(
 
 
 def paragraphs() -> list[str]:
-    """Return the paragraphs of docstrings, each once, in an order that is the same each time."""
+    """Return the paragraphs of docstrings that are mostly words, each once, in the same order each time."""
     paths = sysconfig.get_paths()
-    folders = [Path(paths["stdlib"]), Path(paths["purelib"]) / "numpy", Path(paths["purelib"]) / "torch"]
-    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    skipped = {"site-packages", "test", "tests"}
-    texts = [path.read_text("utf-8", "replace") for path in files if len(skipped & set(path.parts)) < 2]
-    docstrings = [found for text in texts for found in re.findall(r'"""(.*?)"""', text, re.DOTALL)]
-    found = list(dict.fromkeys(part for text in docstrings for part in text.split("\n\n") if len(part) > 30))
+    folders = [Path(paths["stdlib"]), *(Path(paths["purelib"]) / name for name in PACKAGES)]
+    found = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            if "site-packages" in path.relative_to(folder).parts:
+                continue
+            for docstring in re.findall(r'"""(.*?)"""', path.read_text("utf-8", "replace"), re.DOTALL):
+                for words in map(str.split, docstring.split("\n\n")):
+                    num_plain = sum(word.strip(".,;:()'\"`").isalpha() for word in words)
+                    if len(words) > 8 and num_plain > 0.85 * len(words):
+                        found[" ".join(words)] = None
+    found = list(found)
     random.Random(0).shuffle(found)
     return found
 
@@ -58,17 +68,17 @@ def rows(num_texts: int, num_chats: int) -> tuple[list[str], list[list[dict]]]:
     def text(median: int) -> str:
         size, parts = median * draw.lognormvariate(0, 0.6), []
         while sum(map(len, parts)) < size:
-            parts.append(next(left).strip())
+            parts.append(next(left))
         return "\n\n".join(parts)
 
     chats = []
     for _ in range(num_chats):
         turns = [{"role": "system", "content": "You are a helpful assistant."}] if draw.random() < 0.3 else []
         for _ in range(draw.choice([1, 1, 2, 3])):
-            turns.append({"role": "user", "content": text(100)})
-            turns.append({"role": "assistant", "content": text(300)})
+            turns.append({"role": "user", "content": text(80)})
+            turns.append({"role": "assistant", "content": text(250)})
         chats.append(turns)
-    return [text(400) for _ in range(num_texts)], chats
+    return [text(450) for _ in range(num_texts)], chats
 
 
 def tokenizer_for(texts: list[str]):
@@ -199,6 +209,8 @@ _contenders: Contenders
 
 
 def _alone() -> None:
+    # Otherwise each collection writes to all objects of the parent, and so copies their pages.
+    gc.freeze()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

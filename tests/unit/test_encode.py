@@ -428,3 +428,13 @@ def test_batch_is_cut_by_each_rule():
     assert chat.encode_messages(tokenizer, example["messages"], max_length=20, truncation="split") == {
         key: values.tolist() for key, values in whole.items()
     }
+
+
+@pytest.mark.parametrize("length", [8, 9, 16, 17, 18, 25])
+def test_split_rows_keep_every_token_and_their_end(length):
+    row = {"input_ids": np.arange(length, dtype=np.int32), "labels": np.arange(length, dtype=np.int32)}
+    found = pieces.fit(row, 8, "split")
+    assert np.concatenate([piece["input_ids"] for piece in found]).tolist() == list(range(length))
+    assert all(2 <= len(piece["input_ids"]) <= 8 for piece in found) and "num_left_out" not in found[0]
+    assert found[-1]["labels"][-1] == length - 1, "the token that ends the row is learnt"
+    assert sum(int((piece["labels"] != IGNORE_INDEX).sum()) for piece in found) == length - (len(found) - 1)

@@ -33,12 +33,17 @@ def fit(row: dict[str, Any], max_length: int, truncation: str) -> list[dict[str,
             row | {"input_ids": input_ids[:max_length], "labels": labels[:max_length], "num_cut": length - max_length}
         ]
     else:
+        borders = [*range(0, length, max_length), length]
+        if length % max_length == 1 and max_length > 2:
+            borders[-2] -= (
+                1  # a piece of one token, mostly the one that ends the row, would have nothing to learn it from
+            )
         found = []
-        for at in range(0, length, max_length):
-            piece = labels[at : at + max_length].copy()
-            if at:
+        for start, end in zip(borders, borders[1:], strict=False):
+            piece = labels[start:end].copy()
+            if start:
                 piece[0] = IGNORE_INDEX
-            found.append(row | {"input_ids": input_ids[at : at + max_length], "labels": piece})
+            found.append(row | {"input_ids": input_ids[start:end], "labels": piece})
     kept = [piece for piece in found if _has_target(piece["labels"])]
     if not kept:
         raise BadRow("no_target_left", f"of {length} tokens, none within max_length {max_length} is a target")
