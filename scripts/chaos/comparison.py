@@ -9,7 +9,7 @@ from pathlib import Path
 
 from chaos.processes import newest_step
 
-MEASURES = re.compile(r"(_seconds|_per_second|_gib|_bytes|mfu)$")
+MEASURES = re.compile(r"(_seconds|_per_second|_wait_share|_gib|_bytes|mfu)$")
 """Metrics that no two runs share."""
 SET_ASIDE = re.compile(r".+\.\d+")
 """What a run that was killed after its export has kept of it when it exported again."""

@@ -433,5 +433,7 @@ def test_states_that_vanish_stop_the_run(tmp_path, monkeypatch):
             shutil.rmtree(tmp_path / "run" / "states")
 
     monkeypatch.setattr(loaders.TrainLoader, "advance", vanish)
-    with pytest.raises(ValueError, match=r"could not be saved: .*step-0000000[34] has vanished"):
+    # The one before is being written, or was written, when that happens.
+    found = r"step-0000000[34] has vanished|No such file or directory: .*step-0000000[45]"
+    with pytest.raises(ValueError, match=rf"could not be saved: .*({found})"):
         runs.train(tmp_path, ROWS, **BASE)
