@@ -74,3 +74,11 @@ def test_two_ranks_train_as_one(tmp_path):
     launcher.run_cases("cpu", 2, [case | {"config": settings | {"output_dir": str(tmp_path / "two")}}], tmp_path / "l")
     for two, one in zip(numbers(tmp_path / "two"), numbers(alone), strict=True):
         assert two == pytest.approx(one, rel=2e-6)
+
+
+@pytest.mark.parametrize("changes", [{"max_length": 30}, {"truncation": "drop"}, {"split_special_tokens": False}])
+def test_other_rows_are_refused_on_continuing(tmp_path, changes):
+    settings = BASE | {"streaming": True, "shuffle_buffer_size": 7, "save_every": 4, "max_length": 60}
+    runs.train(tmp_path, ROWS, **settings)
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        runs.train(tmp_path, ROWS, **settings | {"max_steps": 9} | changes)

@@ -1,5 +1,6 @@
 """Prepared rows: found again only where nothing that decides them has changed, whole or not at all."""
 
+import copy
 import json
 import os
 import subprocess
@@ -82,10 +83,10 @@ def test_only_the_same_is_found_again(tmp_path, tokenizer):  # C27
         [{"max_length": 30}, {"assistant_only_loss": False}, {"truncation": "drop"}, {"split_special_tokens": False}], 2
     ):
         assert count(config(tmp_path, **changes)) == number, changes
-    other = tiny.tokenizer()
+    other = copy.deepcopy(tokenizer)
     other.chat_template = other.chat_template.replace("assistant", "helper")
     assert count(asked, other) == 6
-    other = tiny.tokenizer()
+    other = copy.deepcopy(tokenizer)
     other.add_special_tokens({"eos_token": "<|other|>"})
     assert count(asked, other) == 7
 
@@ -422,3 +423,24 @@ def test_training_reads_more_than_its_memory(tmp_path):
     tokens, grown_kb, count = map(int, result.stdout.split())
     assert (tokens, count) == (40_000_000, 100_000)
     assert grown_kb < 32 * 1024
+
+
+def test_shares_belong_to_what_a_run_is_known_by(tmp_path, tokenizer):
+    path = runs.write_rows(tmp_path / "a.jsonl", ANSWERS)
+    found = {
+        load(config(tmp_path, datasets=[{"path": path} | one for one in entries_]), tokenizer)[0].fingerprint
+        for entries_ in ([{}, {}], [{"weight": 1}, {"weight": 1}], [{"weight": 3}, {"weight": 1}])
+    }
+    assert len(found) == 3
+
+
+def test_source_that_is_wholly_set_apart_is_named(tmp_path, tokenizer):
+    one = runs.write_rows(tmp_path / "one.jsonl", ANSWERS[:1])
+    sources = [{"path": runs.write_rows(tmp_path / "a.jsonl", ANSWERS), "weight": 1}, {"path": one, "weight": 1}]
+    messages = []
+    for seed in range(12):
+        try:
+            load(config(tmp_path, datasets=sources, test_split_size=0.5, seed=seed), tokenizer)
+        except ValueError as error:
+            messages.append(str(error))
+    assert messages and all("leaves no row of datasets[1]" in message for message in messages)

@@ -543,7 +543,7 @@ def test_hub_data_sets(monkeypatch):
             assert list(read(source, cursor)) == items[index + 1 :]
         assert asked[0] == {"split": "train[:5]", "revision": "c0ffee"} | streaming
         list(read(Source(path="org/set", name="main", revision="v1")))
-        assert asked[-1] == {"split": "train", "revision": "v1", "name": "main"} | streaming
+        assert asked[-1] == {"split": "train", "revision": "c0ffee", "name": "main"} | streaming
 
     class Gone(Exception):
         pass

@@ -69,6 +69,13 @@ def load(
     if config.test_split_size:
         kept, apart = _split(kept, config.test_split_size, config.seed)
     weights = [source.weight for source in train]
+    for source, part in zip(train, kept, strict=True):
+        if not len(part):
+            raise ValueError(
+                f"test_split_size is {config.test_split_size}, which leaves no row of {source.field} "
+                f"({source.path}) to "
+                "train on: lower it, evaluate on a file of its own, or leave that source out"
+            )
     if config.streaming:
         train_rows = _stream(config, accelerator, tokenizer, encode)
     else:

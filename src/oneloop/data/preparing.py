@@ -111,7 +111,10 @@ def _identity(source: Source, paths: list[Path] | None, job: Job, root: Path, be
 
 
 def tokenizer_sha256(tokenizer) -> str:
-    """A digest of all that decides which tokens a text and a conversation become."""
+    """A digest of all that decides which tokens a text and a conversation become; None is for an `encode` that needs no
+    tokenizer."""
+    if tokenizer is None:
+        return "none"
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # Left behind by whatever was tokenised last.
     backend.pop("truncation", None), backend.pop("padding", None)
@@ -122,10 +125,14 @@ def tokenizer_sha256(tokenizer) -> str:
 
 @functools.cache
 def code_sha256(encode: Encode) -> str:
-    """A digest of the code that makes rows: this package, and the recipe's `encode` with what it uses of its file."""
+    """A digest of the code that makes rows: this package, and the file of the recipe's `encode`, whole, since what a
+    function uses of its file (a pattern, a class, a decorated function) cannot be told for certain."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
+    file = inspect.getsourcefile(encode) if inspect.isfunction(encode) else None
+    if file and Path(file).is_file():
+        digest.update(Path(file).read_bytes())
     for text in _sources_of(encode, set()):
         digest.update(text.encode())
     return digest.hexdigest()

@@ -26,7 +26,8 @@ class RowSet:
         sizes = tuple(len(part) for part in self.parts)
         self.order = sampling.Order(sizes, weights, all_exhausted)
         """Which rows an epoch visits, in which order."""
-        self.fingerprint = _combined([part.fingerprint for part in self.parts])
+        shares = [] if weights is None else [repr(weights)]  # they decide which rows an epoch has
+        self.fingerprint = _combined([*(part.fingerprint for part in self.parts), *shares])
         """sha256 of the tokenised rows in their order in the files."""
 
     def __len__(self) -> int:

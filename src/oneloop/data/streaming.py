@@ -100,9 +100,9 @@ class Stream:
         everyone = self.gather(_failure(self._find))
         for error in filter(None, everyone):
             raise ValueError(error)
-        self.fingerprint = _fingerprint(sources, self.paths, self.source_of)
-        """sha256 of what tells these data from others without reading all of them."""
         job = preparing.Job(preparing.settings_of(config), tokenizer, encode, False)
+        self.fingerprint = _fingerprint(sources, self.paths, self.source_of, job)
+        """sha256 of what tells these rows from others without reading all of them."""
         of_files = [sources[number] for number in self.source_of]
         self._encode = functools.partial(_encoded, of_files, job)
         self._num_processes = config.dataset_num_proc or 1
@@ -197,8 +197,9 @@ def _failure(function: Callable[[], None]) -> str:
     return ""
 
 
-def _fingerprint(sources: list[Source], paths: list[Path | None], source_of: list[int]) -> str:
-    digest = hashlib.sha256()
+def _fingerprint(sources: list[Source], paths: list[Path | None], source_of: list[int], job: preparing.Job) -> str:
+    made = [sorted(vars(job.settings).items()), [(source.columns, source.format) for source in sources]]
+    digest = hashlib.sha256(f"{made!r} {preparing.tokenizer_sha256(job.tokenizer)}".encode())
     for path, number in zip(paths, source_of, strict=True):
         if path is None:
             source = sources[number]
