@@ -26,7 +26,10 @@ def recipe_module(path: Path):
         raise ValueError(f"{path} is no Python file: give a recipe first, such as recipes/sft.py, then its flags")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError) as error:
+        raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -60,6 +63,9 @@ def main(arguments: list[str]) -> int:
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 

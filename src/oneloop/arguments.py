@@ -208,7 +208,7 @@ def _flow_list(text: str) -> list | str:
     field's name."""
     try:
         return _raw(yaml.compose(text, Loader=yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
 
 
@@ -241,6 +241,9 @@ def _read_file(hints: dict, path: str, problems: list[str]) -> list[tuple]:
             raw = _raw(node)
         except ValueError as error:
             problems.append(f"{path}: {name}: {error}")
+            continue
+        except RecursionError:
+            problems.append(f"{place}: {name} holds an anchor that contains itself")
             continue
         if name not in hints:
             problems.append(f"{place}: unknown key {name}{_advice(name, hints)}")

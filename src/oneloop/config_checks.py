@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import glob
 import json
 import math
 import os
+from pathlib import Path
 
 from oneloop import mixture
 
@@ -123,15 +125,30 @@ def check(config) -> None:
     _check_adapter(config, values)
 
 
+def _is_read(folder: str, source: str) -> bool:
+    """Whether files in `folder` belong to a local source: it lies in a folder of data, not hidden, or a glob takes it
+    in."""
+    written, data = (Path(os.path.realpath(os.path.expanduser(path))) for path in (folder, source))
+    if "**" in source:
+        data = Path(os.path.realpath(os.path.expanduser(source.partition("**")[0].rpartition("/")[0] or ".")))
+    elif glob.has_magic(source):
+        return any(path.match(str(data)) for path in (written, *written.parents))
+    if not data.is_dir() or not written.is_relative_to(data):
+        return False
+    return not any(part.startswith(".") for part in written.relative_to(data).parts)
+
+
 def _check_data(config) -> None:
     mixture.check(config)
+    if not config.data_cache_dir:
+        raise ValueError("data_cache_dir is empty: give a folder, or leave it out")
     for source in (*mixture.for_training(config), *mixture.for_evaluation(config)):
-        folder, output = os.path.realpath(os.path.expanduser(source.path)), os.path.realpath(config.output_dir)
-        if os.path.isdir(folder) and os.path.commonpath([folder, output]) == folder:
-            raise ValueError(
-                f"output_dir is {config.output_dir}, inside the data of {source.field} ({source.path}): what the run "
-                "writes would be read as rows. Give another folder"
-            )
+        for name in ("output_dir", "data_cache_dir"):
+            if _is_read(getattr(config, name), source.path):
+                raise ValueError(
+                    f"{name} is {getattr(config, name)}, inside the data of {source.field} ({source.path}): what is "
+                    "written there would be read as rows. Give another folder"
+                )
     if not 0 <= config.test_split_size < 1:
         raise ValueError(
             f"test_split_size is {config.test_split_size}: give a share of the rows below 1, or 0 for none"

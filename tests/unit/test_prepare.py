@@ -444,3 +444,117 @@ def test_source_that_is_wholly_set_apart_is_named(tmp_path, tokenizer):
         except ValueError as error:
             messages.append(str(error))
     assert messages and all("leaves no row of datasets[1]" in message for message in messages)
+
+
+# --- what people do -----------------------------------------------------------------------------------------------
+
+
+def test_many_equal_rows_do_not_swell_the_share(tmp_path, tokenizer):
+    answers = [runs.turns("Same?", "Yes.")] * 60 + [runs.turns(f"What is {i}?", f"It is {i}.") for i in range(40)]
+    for seed in range(12):
+        train, apart = load(config(tmp_path, answers, test_split_size=0.1, seed=seed), tokenizer)
+        assert len(apart) == 10 and len(train) == 90
+    with pytest.raises(ValueError, match="1 different contents, which cannot be divided"):
+        load(config(tmp_path, answers[:10], test_split_size=0.1), tokenizer)
+
+
+def test_rejected_rows_are_those_of_this_run(tmp_path, tokenizer):
+    alone = SimpleNamespace(is_main_process=True)
+    first, copy_ = tmp_path / "first.jsonl", tmp_path / "copy.jsonl"
+    first.write_text(json.dumps(ANSWERS[0]) + "\n{}\n")
+    copy_.write_text(first.read_text())
+    out = tmp_path / "out"
+    out.mkdir()
+    for path in (first, copy_):  # the second one's content is found in the cache
+        asked = config(tmp_path, dataset_name=str(path), on_bad_row="skip")
+        prepare.keep_rejected(alone, asked, list(load(asked, tokenizer)))
+        (line,) = map(json.loads, (out / "rejected.jsonl").read_text().splitlines())
+        assert line["file"] == line["source"] == str(path) and line["line"] == 2
+    assert str(first) in (out / "rejected.1.jsonl").read_text(), "that of the run before is kept"
+    asked = config(tmp_path)
+    prepare.keep_rejected(alone, asked, list(load(asked, tokenizer)))
+    assert not (out / "rejected.jsonl").exists() and str(copy_) in (out / "rejected.2.jsonl").read_text()
+    assert len(entries(tmp_path)) == 2
+
+
+def test_weights_that_repeat_without_end_are_refused(tmp_path, tokenizer):
+    small = runs.write_rows(tmp_path / "small.jsonl", ANSWERS[:3])
+    sources = [{"path": runs.write_rows(tmp_path / "a.jsonl", ANSWERS), "weight": 1e-9}, {"path": small, "weight": 1}]
+    with pytest.raises(ValueError, match=r"datasets\[1\]: the weights make an epoch of 9,000,000,00\d rows"):
+        load(config(tmp_path, datasets=sources), tokenizer)
+
+
+def test_what_is_no_file_is_named(tmp_path, tokenizer):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    runs.write_rows(folder / "a.jsonl", ANSWERS)
+    os.mkfifo(folder / "pipe.jsonl")
+    with pytest.raises(ValueError, match="pipe.jsonl is neither a file nor a folder"):
+        load(config(tmp_path, dataset_name=str(folder / "*.jsonl")), tokenizer)
+    (folder / "pipe.jsonl").unlink()
+    (folder / "dead.jsonl").symlink_to(folder / "nowhere.jsonl")
+    with pytest.raises(ValueError, match="dataset_name.*dead.jsonl is a link that leads nowhere"):
+        load(config(tmp_path, dataset_name=str(folder / "*.jsonl")), tokenizer)
+    with pytest.raises(ValueError, match="has no split 'tset'; did you mean test"):
+        load(config(tmp_path, dataset_name=str(folder / "a.jsonl"), dataset_train_split="tset"), tokenizer)
+
+
+def test_junk_in_the_cache_is_replaced_and_damage_named(tmp_path, tokenizer):
+    load(config(tmp_path), tokenizer)
+    (meta,) = (tmp_path / "cache").glob("*/meta.json")
+    whole = json.loads(meta.read_text())
+    for damage in ({"unknown": 1}, None):
+        report = whole["report"] | damage if damage else None
+        meta.write_text(
+            json.dumps(whole | {"report": report} if report else {k: v for k, v in whole.items() if k != "report"})
+        )
+        with pytest.raises(ValueError, match="is damaged .*remove that folder"):
+            load(config(tmp_path), tokenizer)
+    meta.unlink()
+    rows, _ = load(config(tmp_path), tokenizer)  # no description, no entry: prepared anew
+    assert len(rows) == len(ANSWERS)
+
+
+@pytest.mark.parametrize(
+    "data, changes, name",
+    [
+        ("{0}/data", {"output_dir": "{0}/data/run"}, "output_dir"),
+        ("{0}/data/**", {"output_dir": "{0}/data/g/run"}, "output_dir"),
+        ("{0}/data/*", {"output_dir": "{0}/data/run"}, "output_dir"),
+        ("{0}/data", {"data_cache_dir": "{0}/data/cache"}, "data_cache_dir"),
+        ("{0}/data/*.jsonl", {"output_dir": "{0}/data/run"}, None),
+        ("{0}/data", {"output_dir": "{0}/run", "data_cache_dir": "{0}/data/.cache"}, None),
+        ("{0}/data", {"output_dir": "{0}/data-run"}, None),
+    ],
+)
+def test_what_a_run_writes_is_not_what_it_reads(tmp_path, data, changes, name):
+    (tmp_path / "data").mkdir()
+    values = {
+        key: value.format(tmp_path) for key, value in {"output_dir": "o", "dataset_name": data, **changes}.items()
+    }
+    if name is None:
+        SFT.SFTConfig(model_name_or_path="m", **values)
+        return
+    with pytest.raises(ValueError, match=f"{name} is .* inside the data of dataset_name"):
+        SFT.SFTConfig(model_name_or_path="m", **values)
+
+
+def test_column_names_do_not_act_on_a_terminal(tmp_path, tokenizer, capsys):
+    path = runs.write_rows(tmp_path / "rows.jsonl", [ANSWERS[0] | {"\x1b[31mevil": 1, "a\nerror: b": 2}])
+    load(config(tmp_path, dataset_name=path), tokenizer)
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\nerror" not in printed and "\\x1b[31mevil" in printed
+    path = runs.write_rows(tmp_path / "bad.jsonl", [{"\x1b[31mevil": 1}])
+    with pytest.raises(ValueError) as caught:
+        load(config(tmp_path, dataset_name=path), tokenizer)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_anchor_that_contains_itself(tmp_path, capsys):
+    from oneloop import config as config_module
+
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: m\noutput_dir: o\ndatasets: &x [*x]\n")
+    with pytest.raises(SystemExit):
+        config_module.parse(SFT.SFTConfig, ["--config", str(path)])
+    assert "run.yaml:3: datasets holds an anchor that contains itself" in capsys.readouterr().err

@@ -408,7 +408,7 @@ def test_a_stream_has_the_rows_that_preparing_gives(name, truncation, tmp_path, 
     source = mixture.for_training(run)[0]
     expected, report = [], reports.Report()
     for chunk in preparing.chunks([path], source):
-        encoded = preparing.encode_chunk(source, [str(path)], job, chunk)
+        encoded = preparing.encode_chunk(source, job, chunk)
         report.add(encoded.report)
         # The first token is predicted from nothing.
         expected += [(ids.tolist(), [-100, *labels[1:].tolist()]) for ids, labels in preparing.tokens_of(encoded)]

@@ -8,6 +8,7 @@ other, and `NAME.ends`, where each ends (int64, in elements). `meta.json` says w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -44,9 +45,12 @@ class Entry:
                 if len(self._ends[name]) != len(self) or size != last * _item(dtype).itemsize:
                     raise ValueError(f"{name} has not the size that {META} gives")
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"data_cache_dir: {folder} is damaged ({error}): remove that folder and run again, to prepare it anew"
-            ) from error
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ValueError(
+                    "datasets: more files are open than the system allows, some ten for each source: raise the limit "
+                    "(`ulimit -n`), or let fewer sources have more files each, as a folder or glob"
+                ) from error
+            raise damaged(folder, error) from error
 
     @staticmethod
     def _map(path: Path) -> np.ndarray:
@@ -79,6 +83,13 @@ class Entry:
         """All values of a column that has one for each row, mapped: (len(self),)."""
         path = self.folder / f"{name}.values"
         return np.memmap(path, _item(self._dtypes[name]), "r") if path.stat().st_size else np.empty(0, np.int64)
+
+
+def damaged(folder: Path, error: Exception) -> ValueError:
+    """What is said of an entry that is not what was written."""
+    return ValueError(
+        f"data_cache_dir: {folder} is damaged ({error}): remove that folder and run again, to prepare it anew"
+    )
 
 
 def _item(dtype: str) -> np.dtype:
@@ -134,12 +145,15 @@ class Writer:
             os.fsync(file.fileno())
             file.close()
         _sync(self.folder)
-        try:
-            self.folder.rename(target)
-        except OSError:
-            if not (target / META).is_file():
-                raise
+        if (target / META).is_file():
             shutil.rmtree(self.folder)
+            return
+        # Of this name, and without a description: left of an entry that somebody removed in part.
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        elif target.exists() or target.is_symlink():
+            target.unlink()
+        self.folder.rename(target)
         _sync(target.parent)
 
 

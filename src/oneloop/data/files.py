@@ -125,6 +125,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 48 else f"{text[:44]}..."
 
 
+def printable(text: str) -> str:
+    """Somebody's text for a terminal or a log: control characters must not act there, nor begin a line of their own."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 # --- finding files ----------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +154,15 @@ def find(source: Source) -> list[Path] | None:
 
     Raises ValueError naming `source.field`.
     """
+    found = _found(source)
+    for file in found or ():
+        if not file.is_file():
+            what = "a link that leads nowhere" if file.is_symlink() else "neither a file nor a folder"
+            raise ValueError(f"{source.field}: {file} is {what}: remove it, or name the others")
+    return found
+
+
+def _found(source: Source) -> list[Path] | None:
     name = source.path if len(source.path) <= 200 else f"{source.path[:200]}..."
     path = Path(source.path).expanduser()
     try:
@@ -167,6 +181,10 @@ def find(source: Source) -> list[Path] | None:
         if not file_type(path):
             sources.refuse_pickled_data([path], source.field)
             raise ValueError(f"{source.field} {name!r}: cannot read {path.suffix!r}; known are {KNOWN_TYPES}")
+        if source.split.lower() not in SPLIT_NAMES:
+            near = difflib.get_close_matches(source.split, SPLIT_NAMES, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{source.field}: {name!r} is one file and has no split {source.split!r}{hint}")
         return [path]
     if not path.is_dir():
         raise ValueError(f"{source.field} {name!r} is neither a file nor a folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from oneloop.config import RecipeConfig
     from oneloop.data.streaming import Stream
+
+
+_MOST_PASSES = 1000  # over a source in one epoch; more is a slip of the pen, and a list of that length
 
 
 def load(
@@ -52,14 +56,21 @@ def load(
             try:
                 folder, names = preparing.prepare(source, job, root, config.dataset_num_proc, beat, is_main)
             except OSError as error:
-                raise ValueError(
-                    f"data_cache_dir: {error.filename or root}: {error.strerror or error}. Prepared rows are kept in "
-                    f"{root}: make room there, or name another folder"
-                ) from error
+                place = error.filename or root
+                if Path(place).is_relative_to(root):
+                    raise ValueError(
+                        f"data_cache_dir: {place}: {error.strerror or error}. Prepared rows are kept in {root}: "
+                        "make room "
+                        "there, or name another folder"
+                    ) from error
+                raise ValueError(f"{source.field}: {place} cannot be read: {error.strerror or error}") from error
             found.append((str(folder), names))
         return found
 
-    prepared = [Prepared(Path(folder), names) for folder, names in _once_a_machine(accelerator, prepare_all)]
+    prepared = [
+        Prepared(Path(folder), names, source=source.path)
+        for source, (folder, names) in zip((*train, *evaluate), _once_a_machine(accelerator, prepare_all), strict=True)
+    ]
     for source, one in zip((*train, *evaluate), prepared, strict=True):
         report = one.report
         reports.check(source, report, one.files, config.on_bad_row)
@@ -81,6 +92,7 @@ def load(
     else:
         all_exhausted = config.mixture_stopping_strategy == "all_exhausted"
         train_rows = RowSet(kept, None if None in weights else weights, all_exhausted)
+        _check_length(train, train_rows)
     eval_rows = RowSet(apart)
     if is_main and not config.streaming:
         _describe(train, train_rows, eval_rows, config)
@@ -113,14 +125,24 @@ def keep_rejected(accelerator: Accelerator, config: RecipeConfig, row_sets: list
     `output_dir`/rejected.jsonl. A stream writes its own while it goes on."""
     if config.streaming:
         return
+    if not accelerator.is_main_process:
+        return
     parts = [part for rows in row_sets for part in rows.parts if isinstance(part, Prepared)]
-    folders = dict.fromkeys(part.entry.folder for part in parts)
-    refused = [folder / cache.REJECTED for folder in folders if (folder / cache.REJECTED).is_file()]
-    if refused and accelerator.is_main_process:
-        target = Path(config.output_dir) / reports.REJECTED_FILE
-        with open(target, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            for path in refused:
-                file.write(path.read_bytes())
+    lines = []
+    for part in {part.entry.folder: part for part in parts}.values():
+        path = part.entry.folder / cache.REJECTED
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            about = json.loads(line)
+            place = {"source": part.source, "file": part.files[about["file"]]}
+            lines.append(json.dumps(place | {key: value for key, value in about.items() if key != "file"}) + "\n")
+    target = Path(config.output_dir) / reports.REJECTED_FILE
+    text = "".join(lines)
+    if target.exists() and target.read_text(encoding="utf-8") != text:
+        names = (target.with_suffix(f".{number}.jsonl") for number in itertools.count(1))
+        target.rename(next(name for name in names if not name.exists()))  # of an earlier run, and kept
+    if lines:
+        with open(target, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(text)
         print(f"data: the rows that were skipped, and why: {target}", flush=True)
 
 
@@ -206,14 +228,33 @@ def _split(parts: list[Prepared], share: float, seed: int) -> tuple[list[Prepare
     """Set a share of the rows apart: those whose contents, hashed with the seed, come first. So equal rows are on one
     side, and adding rows to a file moves few of the others."""
     drawn = [_mixed(part.digests(), seed) for part in parts]
-    everyone = np.sort(np.concatenate(drawn))
-    limit = everyone[max(1, round(share * len(everyone))) - 1]
-    apart = [np.flatnonzero(numbers <= limit) for numbers in drawn]
-    kept = [np.flatnonzero(numbers > limit) for numbers in drawn]
-    if not sum(map(len, kept)):
-        raise ValueError(f"test_split_size is {share}, which leaves none of {len(everyone)} rows to train on: lower it")
+    contents, counts = np.unique(np.concatenate(drawn), return_counts=True)
+    wanted = max(1, round(share * int(counts.sum())))
+    # Contents that are more rows than are wanted stay in the training; of the others, the first that come to so many.
+    fitting = counts <= wanted
+    chosen = contents[fitting][np.cumsum(counts[fitting]) <= wanted]
+    if not len(chosen) or len(chosen) == len(contents):
+        raise ValueError(
+            f"test_split_size is {share} of {int(counts.sum())} rows with {len(contents)} different contents, "
+            "which cannot "
+            "be divided: equal rows stay together. Evaluate on a file of its own"
+        )
+    is_apart = [np.isin(numbers, chosen) for numbers in drawn]
+    apart, kept = ([np.flatnonzero(mask == wants) for mask in is_apart] for wants in (True, False))
     train = [part.select(numbers) for part, numbers in zip(parts, kept, strict=True)]
     return train, [part.select(numbers) for part, numbers in zip(parts, apart, strict=True)]
+
+
+def _check_length(sources: list[Source], rows: RowSet) -> None:
+    for source, part, count in zip(sources, rows.parts, rows.order.counts, strict=True):
+        if count > _MOST_PASSES * len(part):
+            raise ValueError(
+                f"{source.field}: the weights make an epoch of {len(rows.order):,} rows, with the {len(part):,} "
+                "rows of "
+                f"{source.path} {count / len(part):,.0f} times: give it a smaller weight, the others a larger "
+                "one, or set "
+                "mixture_stopping_strategy: first_exhausted"
+            )
 
 
 def _mixed(digests: np.ndarray, seed: int) -> np.ndarray:

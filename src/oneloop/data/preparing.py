@@ -197,7 +197,7 @@ def chunks(paths: list[Path] | None, source: Source) -> Iterator[_Chunk]:
             yield _Chunk(number, together)
 
 
-def encode_chunk(source: Source, names: list[str], job: Job, chunk: _Chunk) -> Encoded:
+def encode_chunk(source: Source, job: Job, chunk: _Chunk) -> Encoded:
     """Check and tokenise the rows of a chunk. Raises what is wrong with all rows, such as a missing template."""
     report, kept, rejected = Report(num_read=len(chunk.raws)), [], []
     examples, origins = [], []
@@ -205,7 +205,8 @@ def encode_chunk(source: Source, names: list[str], job: Job, chunk: _Chunk) -> E
     def refuse(raw: readers.Raw, bad: files.BadRow) -> None:
         report.refuse(chunk.file, raw.line, bad.kind, str(bad))
         if bad.kind not in rows.DROP_KINDS:
-            about = {"source": source.path, "file": names[chunk.file], "line": raw.line, "kind": bad.kind}
+            # A number: the same content may lie elsewhere when the entry is found again.
+            about = {"file": chunk.file, "line": raw.line, "kind": bad.kind}
             rejected.append(about | {"reason": str(bad), "row": shown(raw.data)})
 
     for raw in chunk.raws:
@@ -293,11 +294,10 @@ class _Finished(NamedTuple):
 def _write(
     source: Source, paths: list[Path] | None, job: Job, writer: cache.Writer, num_proc: int | None, beat, shows: bool
 ) -> _Finished:
-    names = [f"{source.path}[{source.split}]"] if paths is None else [str(path) for path in paths]
     size = sum(path.stat().st_size for path in paths or [])
     count = 1 if paths is not None and size < _WORTH_PROCESSES else workers.num_processes(num_proc)
     report, fingerprint = Report(), Fingerprint()
-    work = functools.partial(encode_chunk, source, names, job)
+    work = functools.partial(encode_chunk, source, job)
     label = f"prepare {source.path}"
     with tqdm(desc=label[-60:], unit=" rows", disable=None if shows else True, leave=False) as bar:
         for chunk in workers.in_order(work, chunks(paths, source), count, beat):
@@ -308,7 +308,7 @@ def _write(
             for ids, labels in tokens_of(chunk):
                 fingerprint.update(ids, labels)
             bar.update(chunk.report.num_read)
-    meta = {"report": dataclasses.asdict(report), "fingerprint": fingerprint.hexdigest(), "names": names}
+    meta = {"report": dataclasses.asdict(report), "fingerprint": fingerprint.hexdigest()}
     return _Finished(writer, meta)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from oneloop.data.files import printable
 from oneloop.data.rows import DROP_KINDS, describe
 from oneloop.mixture import Source
 
@@ -78,7 +79,7 @@ class Report:
         if self.num_left_out:
             text += f", {self.num_left_out} pieces ({self.tokens_left_out} tokens) without a target left out"
         if self.ignored:
-            text += f"; ignored columns: {', '.join(self.ignored)}"
+            text += f"; ignored columns: {', '.join(map(printable, self.ignored))}"
         return text
 
     def line(self) -> str:

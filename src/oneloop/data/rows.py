@@ -204,7 +204,7 @@ def _remedy(row: dict, source: Source | None) -> str:
 
 
 def names_of(row: dict) -> str:
-    names = [str(name)[:40] for name in sorted(row, key=str)[:20]]
+    names = [files.printable(str(name)[:40]) for name in sorted(row, key=str)[:20]]
     return ", ".join(names) + (f" and {len(row) - 20} more" if len(row) > 20 else "")
 
 

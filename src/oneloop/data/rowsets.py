@@ -76,9 +76,13 @@ class RowSet:
 class Prepared:
     """The rows of one prepared source, or those of them with the numbers `chosen` (n,), ascending."""
 
-    def __init__(self, folder: Path, files: list[str], chosen: np.ndarray | None = None):
-        self.entry, self.files, self.chosen = cache.Entry(folder), files, chosen
-        self.report = Report(**self.entry.meta["report"])
+    def __init__(self, folder: Path, files: list[str], chosen: np.ndarray | None = None, source: str = ""):
+        """files, source: where the rows are now, for messages."""
+        self.entry, self.files, self.chosen, self.source = cache.Entry(folder), files, chosen, source
+        try:
+            self.report = Report(**self.entry.meta["report"])
+        except (KeyError, TypeError) as error:
+            raise cache.damaged(folder, error) from error
         """What became of the source's rows when they were prepared."""
         self.fingerprint: str = self.entry.meta["fingerprint"]
         if chosen is not None:
@@ -87,7 +91,7 @@ class Prepared:
     def select(self, chosen: np.ndarray) -> Prepared:
         """Those with the numbers `chosen` (n,) int64, ascending."""
         assert self.chosen is None
-        return Prepared(self.entry.folder, self.files, chosen)
+        return Prepared(self.entry.folder, self.files, chosen, self.source)
 
     def __len__(self) -> int:
         return len(self.entry) if self.chosen is None else len(self.chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from oneloop.data import packing, sampling
+from oneloop.data.files import printable
 from oneloop.losses import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def text(tokenizer, input_ids, labels, in_colour: bool) -> str:
         before, after = marks[:2] if learnt[start] else marks[2:]
         piece = tokenizer.decode(list(map(int, input_ids[start:end])), clean_up_tokenization_spaces=False)
         # Control characters of a terminal in somebody's text must not act on this one.
-        parts.append(before + "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in piece) + after)
+        parts.append(before + re.sub(r"[^\n\t]+", lambda match: printable(match[0]), piece) + after)
     return "".join(parts)
 
 

@@ -188,10 +188,12 @@ def check_content(state: State, config: RecipeConfig, data_sha256: str, num_rows
     if data is not None and data["sha256"] != data_sha256:
         saved, current = state.manifest["config"], redaction.redact_value(config_module.to_dict(config))
         named = [f"{name} was {saved.get(name)} and is {current[name]}" for name in sorted(_OF_DATA) if saved.get(name) != current[name]]  # fmt: skip # noqa: E501
-        changes["dataset_name"] = (
-            f"the training rows are other ones ({data['num_rows']} then, {num_rows} now; "
-            f"{'; '.join(named) or 'the file, the tokenizer or its template has changed'})"
-        )
+        why = "; ".join(named) or "the file, the tokenizer, its template or the shares of the sources have changed"
+        if saved.get("streaming", False) != current["streaming"]:
+            why = "they come from a stream at one time and are prepared at the other, which gives another order"
+        elif not current["streaming"]:
+            why = f"{data['num_rows']} then, {num_rows} now; {why}"
+        changes["dataset_name"] = f"the training rows are other ones ({why})"
     saved_steps = state.manifest["progress"]["total_steps"]
     if saved_steps != total_steps:
         changes["max_steps"] = (
