@@ -430,7 +430,7 @@ def test_states_that_vanish_stop_the_run(tmp_path, monkeypatch):
     def vanish(self, progress):
         advance(self, progress)
         if progress.step == 5:
-            shutil.rmtree(tmp_path / "run" / "states")
+            (tmp_path / "run" / "states").rename(tmp_path / "unmounted")  # at once, also while one is being written
 
     monkeypatch.setattr(loaders.TrainLoader, "advance", vanish)
     # The one before is being written, or was written, when that happens.
