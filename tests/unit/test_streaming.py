@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import threading
 import types
@@ -328,6 +329,27 @@ def test_faults_reach_every_rank(tmp_path, monkeypatch):
         assert len({str(error) for error, *_ in outcome}) == 1
         assert all(isinstance(error, ValueError) and "cut.jsonl.gz cannot be read beyond" in str(error)
                    for error, *_ in outcome)  # fmt: skip
+
+
+def test_death_shows_where_another_process_holds_the_connection(monkeypatch):
+    """One that was forked by another thread at the same moment has a copy of it, which keeps it from ending."""
+    context, copies = multiprocessing.get_context("fork"), []
+    pipe = context.Pipe
+
+    def copied():
+        ours, theirs = pipe()
+        copies.append(os.dup(theirs.fileno()))
+        return ours, theirs
+
+    monkeypatch.setattr(context, "Pipe", copied)
+    processes = ahead.Processes(lambda piece: os.kill(os.getpid(), 9), 1)
+    try:
+        with pytest.raises(ValueError, match="was ended from outside"):
+            processes.call(1)
+    finally:
+        processes.close()
+        for copy in copies:
+            os.close(copy)
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):

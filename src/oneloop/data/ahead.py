@@ -55,7 +55,7 @@ class Processes:
                 process.start()
             theirs.close()
             self.processes.append(process)
-            self.free.put(ours)
+            self.free.put((ours, process))
         # Before multiprocessing's own, which waits for its processes.
         atexit.register(self.close)
 
@@ -63,14 +63,19 @@ class Processes:
         """`function(piece)`, by a process that is free. Raises what it raises, and ValueError when a process dies."""
         if not self._ours:
             return self.function(piece)
-        connection = self.free.get()
+        connection, process = self.free.get()
         try:
             connection.send(piece)
+            # The end of the connection does not tell for certain: a process that another thread forked at the same
+            # moment may hold the other end, too.
+            while not connection.poll(1.0):
+                if not process.is_alive() and not connection.poll():
+                    raise EOFError
             result, error = connection.recv()
         except (EOFError, OSError) as death:
             raise ValueError(_KILLED) from death
         finally:
-            self.free.put(connection)
+            self.free.put((connection, process))
         if error is not None:
             raise error
         return result
