@@ -1,7 +1,6 @@
 """What a rank needs beside the training to save and to continue: its own share and a buffer, never a whole model."""
 
 import json
-import statistics
 from pathlib import Path
 
 import pytest
@@ -56,8 +55,9 @@ def test_twenty_saves_leave_nothing_behind(tmp_path):  # R15
     for rank in range(2):
         after = seen[rank]["after"]
         assert len(after) == 22
-        # The allocator gives back and keeps some 30 MiB from one save to the next, and the first few fill what it
-        # keeps for each of its threads. One copy of the share, left behind once, is 128 MiB.
-        early, late = statistics.median(after[5:12]), statistics.median(after[14:21])
-        assert late - early < 32 * MIB, " ".join(f"{value / MIB:.0f}" for value in after)
+        # The allocator gives back and keeps up to 80 MiB from one save to the next, and the first few fill what it
+        # keeps for each of its threads: the least of several saves is what is really held. One copy of the share, left
+        # behind once, is 128 MiB.
+        early, late = min(after[5:12]), min(after[14:21])
+        assert late - early < 64 * MIB, " ".join(f"{value / MIB:.0f}" for value in after)
         print(f"rank {rank}:", " ".join(f"{value / MIB:.0f}" for value in after))
