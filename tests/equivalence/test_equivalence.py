@@ -64,8 +64,8 @@ POISONED = {
     "poisoned loss, bf16": (False, "bf16", {"max_steps": 6}),
 }
 POISONED_STEP = 2
-ON_TWO_RANKS = ("lora, undisturbed", "qlora, undisturbed", "qlora, bf16", "qlora, checkpointing")
-ON_TWO_RANKS += ("full, 100 steps", "lora, 100 steps")
+# Alone, a rank has nothing to exchange: one case of each kind. `single` and two ranks have all of them.
+ON_ONE_RANK = ("full, 4 a micro-batch", "full, checkpointing", "full, bf16", "lora", "qlora", "lora, packed")
 EVALUATED = ("lora", "qlora", "int8")
 SHARDS_WEIGHTS = ("zero3", "fsdp2")
 # Largest difference from the oracle that is allowed, relative to the value (weights: to the tensor's largest element).
@@ -91,7 +91,7 @@ def cases_for(config: str, ranks: int) -> dict:
     """The cases of one launch: `single` has all but the long ones, other configs most of them on two ranks only."""
     if config == "single":
         return {name: case for name, case in (CASES | INT8 | POISONED).items() if "100 steps" not in name}
-    found = {name: case for name, case in CASES.items() if ranks > 1 or name not in ON_TWO_RANKS}
+    found = {name: case for name, case in CASES.items() if ranks > 1 or name in ON_ONE_RANK}
     return found | int8_for(config, ranks) | (POISONED if ranks > 1 else {})
 
 
